@@ -14,7 +14,7 @@ from torch import Tensor, distributed, nn
 
 from bench.far_apart import Task
 from bench.namespaces import ADDRESSES
-from paceline.plan.slow_link import EXCHANGE, STEPS_UNDER_WAY
+from paceline.plan.slow_link import EXCHANGE, STEPS_IN_FLIGHT
 
 if TYPE_CHECKING:
     from paceline import StepRecord, Trainer
@@ -176,7 +176,7 @@ def trainer_of(task: Task, name: str, tokens: Tensor, device: str = "cpu") -> Tr
         SLOW_LINK: lambda: "slow link",
         **{
             way: partial(
-                streaming, every=task.every, fragments=max(1, task.every // STEPS_UNDER_WAY), compress=compress
+                streaming, every=task.every, fragments=max(1, task.every // STEPS_IN_FLIGHT), compress=compress
             )
             for way, compress in STREAMING.items()
         },
@@ -212,7 +212,7 @@ def interval_of(task: Task, name: str) -> int:
     if name == SLOW_LINK:
         return EXCHANGE.every // EXCHANGE.fragments
     if name in STREAMING:
-        return min(task.every, STEPS_UNDER_WAY)
+        return min(task.every, STEPS_IN_FLIGHT)
     return {DILOCO: task.every // 2}.get(name, 1 if name in (*IN_EVERY_STEP, CADENCE, NO_TALK) else task.every)
 
 

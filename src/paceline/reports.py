@@ -1,4 +1,4 @@
-"""What a run tells about itself: events, positions, metrics, and where the time went."""
+"""Reports of a run: events, positions, metrics, and the workers' times."""
 
 from paceline.core.events import Event
 from paceline.observe.timeline.timeline import Timeline

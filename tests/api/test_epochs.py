@@ -152,7 +152,7 @@ def test_leaving_every_epoch_without_a_step_is_no_way_to_max_steps() -> None:
     with (
         setup() as trainer,
         pytest.raises(
-            pl.errors.MisuseError, match=r"epoch 0 was left without a step, so that max_steps=7 will never be rea"
+            pl.errors.MisuseError, match=r"epoch 0 was left without a step, so max_steps=7 will never be reached"
         ),
     ):
         for epoch in trainer.epochs(max_steps=7):

@@ -108,7 +108,7 @@ def test_an_out_of_memory_error_says_what_to_change(forward: bool) -> None:
                 trainer.step()
     (note,) = raised.value.__notes__
     assert note.startswith("paceline: out of memory on cpu in a forward and backward of 4 samples. Weights, gradients")
-    assert "- micro_batch=2 needs about 50% of the memory beside these; a step stays 12 samples, in 6 micro-" in note
+    assert "- micro_batch=2 needs about 50% of the remaining memory; a step stays 12 samples, in 6 micro-" in note
     assert "gradient checkpointing" in note
     assert "precision='bf16'" in note
 

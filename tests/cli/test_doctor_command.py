@@ -25,8 +25,8 @@ def test_a_slow_worker_as_text(tmp_path: Path) -> None:
         "",
         "info     worker 1 is 3.0 times slower than the others since the start; it gets 25% of the work "
         "(costs 33% of the speed)",
-        "         the plan already gives it less to do; look for other processes, heat or a power limit, or train "
-        "without it if it takes part in the exchange for little work",
+        "         the plan already gives it less work; look for other processes, heat or a power limit, or train "
+        "without it if its work is not worth its part in the exchange",
     ]
     assert ended.code == 0
 

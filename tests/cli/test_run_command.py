@@ -241,6 +241,6 @@ def test_missing_node_prints_one_message_and_exits_with_1(
     assert main(["run", *options, str(script)]) == 1
     error = capsys.readouterr().err
     warning, message = error.splitlines()
-    assert warning.startswith(f"paceline: this run has no secret: anyone who can reach {address} can join")
+    assert warning.startswith(f"paceline: this run has no secret: any process that can reach {address} can join")
     assert message.startswith(f"paceline run: 1 of 2 nodes joined at {address} within join_timeout=1 s: ")
     assert "(127.0.0.1). Start the same command on the others, with the same" in message

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from paceline.comm.base import Communicator
 from paceline.comm.process_group import ProcessGroupCommunicator
-from paceline.comm.rendezvous import MeetingPoint, Rendezvous
+from paceline.comm.rendezvous import Rendezvous, RendezvousPoint
 from paceline.comm.shared_memory.communicator import SharedMemoryCommunicator
 from paceline.comm.shared_memory.peers import placement
 from paceline.core.world import World
@@ -47,7 +47,7 @@ def over_gloo(size: int, timeout_s: float = 20.0) -> Iterator[list[ProcessGroupC
     store = dist.HashStore()
 
     def join(world: World) -> ProcessGroupCommunicator:
-        return ProcessGroupCommunicator(world, "gloo", timeout_s, Rendezvous(world, 20.0, at=MeetingPoint(store)))
+        return ProcessGroupCommunicator(world, "gloo", timeout_s, Rendezvous(world, 20.0, at=RendezvousPoint(store)))
 
     with ExitStack() as stack:
         yield [
@@ -61,7 +61,7 @@ def join_all(sizes: Sequence[int], timeout_s: float = 20.0) -> list[Any]:
 
     def join(world: World) -> SharedMemoryCommunicator:
         return SharedMemoryCommunicator(
-            world, timeout_s, Rendezvous(world, 20.0, placement(world), MeetingPoint(store))
+            world, timeout_s, Rendezvous(world, 20.0, placement(world), RendezvousPoint(store))
         )
 
     return together([lambda w=w: join(w) for w in worlds_of(sizes)])

@@ -24,7 +24,7 @@ from waiting import wait_until
 from paceline.comm.base import Communicator, Ownership
 from paceline.comm.host_link import HostLink
 from paceline.comm.process_group import ProcessGroupCommunicator, _gloo_group
-from paceline.comm.rendezvous import MeetingPoint, Rendezvous
+from paceline.comm.rendezvous import Rendezvous, RendezvousPoint
 from paceline.comm.shared_memory.communicator import SharedMemoryCommunicator
 from paceline.comm.shared_memory.peers import placement
 from paceline.comm.single import SingleCommunicator
@@ -76,7 +76,7 @@ every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 
 def connect(kind: str, world: World, store: Path) -> Communicator:
-    at = MeetingPoint(dist.FileStore(str(store), -1))  # type: ignore[attr-defined]
+    at = RendezvousPoint(dist.FileStore(str(store), -1))  # type: ignore[attr-defined]
     if kind == "gloo":
         return ProcessGroupCommunicator(world, "gloo", TIMEOUT_S, Rendezvous(world, LIMIT_S, at=at))
     return SharedMemoryCommunicator(world, TIMEOUT_S, Rendezvous(world, LIMIT_S, placement(world), at))
@@ -246,7 +246,7 @@ class Ending:
 @pytest.mark.parametrize("kind", ["gloo", "link"])
 def test_a_member_is_lost_after_it_was_found(kind: str) -> None:
     ending = Ending()
-    at, (world, other) = MeetingPoint(ending.store, ending.check), worlds_of([2])
+    at, (world, other) = RendezvousPoint(ending.store, ending.check), worlds_of([2])
     outcome: list[Any] = []
 
     def connect_both() -> None:

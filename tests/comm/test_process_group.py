@@ -20,7 +20,7 @@ from worker_pool import WorkerPool
 import paceline as pl
 from paceline.comm import connect
 from paceline.comm.process_group import ProcessGroupCommunicator, default_backend
-from paceline.comm.rendezvous import MeetingPoint, Rendezvous
+from paceline.comm.rendezvous import Rendezvous, RendezvousPoint
 from paceline.core.secret import run_secret
 from paceline.core.world import World
 
@@ -256,7 +256,8 @@ def test_other_backends_need_the_default_group() -> None:
     store = dist.HashStore()
     worlds = [World(rank, 2, rank, 2) for rank in range(2)]
     calls = [
-        lambda w=w: ProcessGroupCommunicator(w, "mpi", 5.0, Rendezvous(w, 5.0, at=MeetingPoint(store))) for w in worlds
+        lambda w=w: ProcessGroupCommunicator(w, "mpi", 5.0, Rendezvous(w, 5.0, at=RendezvousPoint(store)))
+        for w in worlds
     ]
     for error in together(calls):
         assert isinstance(error, ValueError)

@@ -27,7 +27,7 @@ from worker_pool import WorkerPool
 
 from paceline.comm import connect
 from paceline.comm.base import Pending
-from paceline.comm.rendezvous import MeetingPoint, Rendezvous
+from paceline.comm.rendezvous import Rendezvous, RendezvousPoint
 from paceline.comm.shared_memory import buffers as shared_buffers
 from paceline.comm.shared_memory import peers, segment
 from paceline.comm.shared_memory.buffers import BLOCK_BYTES, SMALL_BYTES
@@ -356,7 +356,7 @@ def test_a_source_outside_the_world_is_an_error() -> None:
 
 def join_two(rank: int, store: Path, timeout_s: float) -> SharedMemoryCommunicator:
     world = World(rank, 2, rank, 2)
-    rendezvous = Rendezvous(world, 60.0, placement(world), MeetingPoint(dist.FileStore(str(store), -1)))
+    rendezvous = Rendezvous(world, 60.0, placement(world), RendezvousPoint(dist.FileStore(str(store), -1)))
     return SharedMemoryCommunicator(world, timeout_s, rendezvous)
 
 

@@ -131,7 +131,7 @@ class BrokenStream(io.StringIO):
 def test_progress_that_cannot_be_shown_ends_silently(keep_lines: bool, error: Exception, is_terminal: bool) -> None:
     stream = BrokenStream(error, is_terminal=is_terminal)
     progress = Progress(10, every_steps=1, keep_lines=keep_lines, stream=stream)
-    with pytest.warns(UserWarning, match="progress cannot be shown any more, training continues") as seen:
+    with pytest.warns(UserWarning, match="progress can no longer be shown, training continues") as seen:
         progress.show(1, 1.0)
     assert len(seen) == 1
     progress.show(2, 1.0)

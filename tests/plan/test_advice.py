@@ -47,5 +47,5 @@ def test_further_machines_of_a_kind() -> None:
 
 
 def test_nobody() -> None:
-    with pytest.raises(ValueError, match="no worker is left to predict for"):
+    with pytest.raises(ValueError, match="there is no worker to predict for"):
         alternatives(WORK, [], NEAR)

@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from paceline.plan.memory import MemoryReport, StateSize, memory_of, table
+from paceline.plan.memory import MemoryReport, StateSize, gigabytes, memory_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "memory.md"
+MODELS = {"124M": 124_000_000, "1.3B": 1_300_000_000, "7B": 7_000_000_000}
+DEVICES_GB = (8, 24, 80)
+# The fraction of a device's memory for a run's state; the rest is for the framework and the smallest activations.
+USABLE = 0.85
+
+
+def table() -> list[str]:
+    """The table of docs/memory.md: what fits on one of several devices, with AdamW."""
+    lines = [
+        "| parameters | workers | weights | whole state | divided state | fits on |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, count in MODELS.items():
+        for workers in (1, 2, 4, 8):
+            for weight, label in ((4, "float32"), (2, "bf16, float32 masters")):
+                size = StateSize(count, weight, num_workers=workers, master_weights=weight == 2)
+                whole, divided = memory_of(size), memory_of(replace(size, shard="optimizer"))
+                best = divided if workers > 1 else whole
+                fits = [f"{gb} GB" for gb in DEVICES_GB if best.total <= USABLE * gb * 1e9]
+                lines.append(
+                    f"| {name} | {workers} | {label} | {gigabytes(whole.total)} | "
+                    f"{gigabytes(divided.total) if workers > 1 else '-'} | {', '.join(fits) or 'none'} |"
+                )
+    return lines
 
 
 def test_the_table_of_the_docs_is_what_the_code_computes() -> None:

@@ -164,8 +164,8 @@ def test_many_workers() -> None:
         (8, [1, -2], r"speed -2 of worker 1 is not a speed: choose a finite number >= 0"),
         (8, [math.nan], "speed nan of worker 0 is not a speed"),
         (8, [1, 1, math.inf], "speed inf of worker 2 is not a speed"),
-        (8, [0, 0.0], r"speeds \(0, 0.0\) give nobody a share: choose at least one speed above 0"),
-        (8, [], r"speeds \(\) give nobody a share"),
+        (8, [0, 0.0], r"speeds \(0, 0.0\) give no worker a share: choose at least one speed above 0"),
+        (8, [], r"speeds \(\) give no worker a share"),
     ],
 )
 def test_bad_arguments(num_micro_batches: int, speeds: list[float], message: str) -> None:

@@ -30,10 +30,10 @@ def test_how_much_of_its_time_the_link_is_used(
 def test_the_reason_names_what_was_measured() -> None:
     assert link_use(1_060_000, 2, 10 * MBIT, 0.05).reason == (
         "averaging every 32 steps in int4, in 8 parts: a step takes 50 ms and the link carries 10 Mbit/s per worker, "
-        "so that it is used 27% of the time"
+        "so it is used 27% of the time"
     )
     reason = link_use(1_060_000, 2, MBIT, 0.05).reason
     assert (
-        "used 100% of the time; workers wait for it, as nothing coarser is known to keep the loss within 1%" in reason
+        "used 100% of the time; workers wait for it: no coarser exchange is known to keep the loss within 1%" in reason
     )
     assert "a step takes 6000 ms and the link carries 1030 Mbit/s" in link_use(1, 2, 1030 * MBIT, 6.0).reason

@@ -168,7 +168,7 @@ def test_the_interval_widens_with_the_readings_spread():
         (lambda: Device("d", 0.1, rest_s=-1), r"d: rest_s=-1 must be a finite number >= 0"),
         (lambda: Workload(0, 4, 0), r"num_micro_batches=0: choose num_micro_batches >= 1"),
         (lambda: Link(0), r"bytes_per_s=0 of a link must be > 0"),
-        (lambda: predict(WORK, []), r"nobody trains: give at least one device"),
+        (lambda: predict(WORK, []), r"devices is empty: give at least one device"),
         (lambda: predict(WORK, [FAST, Device("d", 1, host="b")]), r"hosts 'a', 'b' need a link.*--link 1Gbit"),
     ],
 )

@@ -17,7 +17,7 @@ from worker_pool import WorkerPool
 import paceline as pl
 from paceline.core.world import World
 from paceline.run.capture.graphs import Seconds, graphs_for
-from paceline.run.capture.step import COST_OF_CHANGE, MAX_LOSS
+from paceline.run.capture.step import COST_OF_CHANGE, MAX_EAGER
 from paceline.run.config import RunConfig
 
 
@@ -259,7 +259,7 @@ def test_a_model_that_changes_all_the_time_is_left_to_python() -> None:
             trainer.model.temperature += 0.1
 
     outcome, _ = both(Case(build=Tempered, during=change, num_epochs=5))
-    assert outcome.captured.count("micro-batch") == MAX_LOSS // COST_OF_CHANGE
+    assert outcome.captured.count("micro-batch") == MAX_EAGER // COST_OF_CHANGE
     assert outcome.reasons[-1] == "too few micro-batches can be replayed: shapes or the model change too often"
 
 

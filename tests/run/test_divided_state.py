@@ -447,7 +447,7 @@ def test_refusals_name_the_reason(pool: WorkerPool) -> None:
             "optimizer.load_state_dict() cannot be used while",
             "on_gradients() needs whole gradients",
             "the memory of parameter '0.weight' was replaced",
-            "the model changes a buffer in its forward that is not BatchNorm's",
+            "the model's forward changes a buffer that is not a statistic of BatchNorm",
         )
         assert len(texts) == len(expected)
         for text, part in zip(texts, expected, strict=True):
@@ -459,7 +459,7 @@ def test_settings_without_effect_are_refused() -> None:
         pl.Optimization(shard_by="equal")
     with pytest.raises(ValueError, match="redundancy=2 would be ignored: give shard='optimizer' too"):
         pl.Optimization(redundancy=2)
-    with pytest.raises(ValueError, match=r"redundancy=2 needs shard_by=.*\[3.0, 1.0\] does not say"):
+    with pytest.raises(ValueError, match=r"redundancy=2 needs shard_by=.*\[3.0, 1.0\] gives no division"):
         pl.Optimization(shard="optimizer", redundancy=2, shard_by=(3, 1))
     with pytest.raises(ValueError, match="at least one worker must get a part"):
         pl.Optimization(shard="optimizer", shard_by=(0, 0))
@@ -535,7 +535,7 @@ def test_master_weights_need_weights_of_half_precision() -> None:
             global_batch=8,
             optimization=pl.Optimization(shard="optimizer", master_weights=True),
         )
-    with pytest.raises(ValueError, match="master_weights=True needs shard='optimizer'"):
+    with pytest.raises(ValueError, match="master_weights=True would be ignored: give shard='optimizer' too"):
         pl.Optimization(master_weights=True)
 
 

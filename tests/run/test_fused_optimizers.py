@@ -105,7 +105,7 @@ class OwnAdamW(torch.optim.AdamW):
         (lambda p: torch.optim.AdamW(p, foreach=True), None, "AdamW is not fused: it was made with foreach=True"),
         (lambda p: torch.optim.AdamW(p, fused=False), False, "it was made with fused=False"),
         (lambda p: torch.optim.SGD(p, lr=0.1, differentiable=True), None, "it was made with differentiable=True"),
-        (used_before, None, "it has been used before"),
+        (used_before, None, "it was used before"),
         (OwnAdamW, None, "OwnAdamW is not fused: PyTorch has no fused kernel for it"),
     ],
 )

@@ -70,13 +70,13 @@ class Ddp:
         """Connect replicas that are built alike. Their weights and training mode stay unchanged.
 
         models: this process's replicas, at least 2; in a world of several processes (torchrun, `paceline run`,
-            `paceline.launch`) 1 or more in each, and "all replicas" are those of all processes. Parameters that are
-            frozen now are never averaged: wrap again after unfreezing some.
+            `paceline.launch`) 1 or more in each, and "all replicas" means the replicas of all processes. Parameters
+            that are frozen now are never averaged: wrap again after unfreezing some.
         devices: one for each replica, which is moved there (an optimizer over its parameters stays valid); default,
             every replica stays on its device. "cuda" is the next GPU in turn.
-        exact: the mean is bit for bit that of `Trainer.setup(exact=True)`, if replica i computes what is micro-batch i
-            there. Its inputs should be separate tensors, not slices, since kernels round differently on unaligned
-            memory. Until `close`, the process uses deterministic kernels and 1 CPU thread.
+        exact: the mean is bit for bit the same as with `Trainer.setup(exact=True)`, if replica i computes micro-batch
+            i. Its inputs should be separate tensors, not slices, since kernels round differently on unaligned memory.
+            Until `close`, the process uses deterministic kernels and 1 CPU thread.
         timeout_s: seconds a process waits for the others.
         """
         return cls(models, devices, exact=exact, timeout_s=timeout_s)
@@ -141,7 +141,7 @@ class Ddp:
 
     @torch.no_grad()
     def _broadcast(self, tensors: list[list[torch.Tensor]]) -> None:
-        """tensors: of each replica. All get those of replica 0."""
+        """tensors: of each replica. All get replica 0's values."""
         self._check_open()
         first, others = tensors[0], tensors[1:]
         if self._communicator.world.size > 1:

@@ -160,7 +160,7 @@ def _train(run: Run, loss_of: Callable[[Any, Any], torch.Tensor], n_iter: int, v
             if error.micro_batch is not None:  # in the terms of dp_train
                 error.args = (
                     f"the loss of replica {error.micro_batch} is not finite in iteration {error.step} (computed by "
-                    f"rank {error.rank}): lower lr, clip with max_norm, or look at its sample",
+                    f"rank {error.rank}): lower lr, clip with max_norm, or check its sample",
                 )
             raise
         loss_reader.flush()

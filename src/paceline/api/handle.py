@@ -23,7 +23,7 @@ class Handle:
     The run is stopped after its current step when the last reference to the handle is dropped, at the end of a
     `with handle:` block, by Ctrl-C while waiting for it, and when the interpreter exits.
 
-    world_size: the number of workers. devices: those of the workers on this machine, by rank.
+    world_size: the number of workers. devices: of the workers on this machine, by rank.
     """
 
     def __init__(self, background: Background, world_size: int, devices: tuple[torch.device, ...]) -> None:
@@ -85,7 +85,7 @@ class Handle:
         self.stop()
         with self._stopped_by_interrupt():
             self._background.wait()
-        if kind is None and not self._background.is_told:
+        if kind is None and not self._background.is_result_requested:
             self.join()
 
     @contextmanager

@@ -38,7 +38,7 @@ def check_head(model: Any) -> None:
     if not any(each.name == "labels" or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters):
         raise TypeError(
             f"the head is a {type(model).__name__}, which has neither compute_loss(batch) nor a forward that takes "
-            "labels, as models of transformers have: add compute_loss, or use Trainer.setup and compute the loss in "
+            "labels, like models of transformers: add compute_loss, or use Trainer.setup and compute the loss in "
             "the loop"
         )
 

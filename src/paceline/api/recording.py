@@ -33,7 +33,7 @@ _PLOT_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True)
 class Recording:
-    """Where and how a run is recorded. Each start makes a folder of its own, named after the script and the time.
+    """Where and how a run is recorded. Each start makes a new folder, named after the script and the time.
 
     name: the folder's name instead, which a later start continues.
     """
@@ -87,7 +87,7 @@ class RecordedRun:
         return monitor
 
     def close(self, error: BaseException | None) -> None:
-        """The run is over: write what is left, and how it ended."""
+        """The run is over: write the remaining records, and how it ended."""
         try:
             if error is None:
                 self._monitor.finish()

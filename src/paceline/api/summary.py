@@ -42,14 +42,14 @@ def announce(communicator: Communicator, *, quiet: bool, is_device_chosen: bool)
 
 
 def announce_choice(communicator: Communicator, events: Events, *, quiet: bool) -> None:
-    """Print on rank 0 what strategy="slow link" chooses, and why, as soon as it does."""
+    """Print on rank 0 what strategy="slow link" chooses, with the reason."""
 
-    def tell(event: Event) -> None:
+    def report(event: Event) -> None:
         if event.name == "averaging" and communicator.world.is_main:
             print(f"paceline: {event.details['reason']}", file=sys.stderr)
 
     if not _is_quiet(quiet):
-        events.listen(tell)
+        events.listen(report)
 
 
 def _is_quiet(quiet: bool) -> bool:

@@ -58,7 +58,7 @@ def _named(root: Path) -> list[tuple[Path, int]]:
 
 
 def _flaw(path: Path, step: int) -> str | None:
-    """Why this is not a complete checkpoint of the step, as far as can be seen without reading it."""
+    """Why this is not a complete checkpoint of the step, without reading its content."""
     if path.is_symlink():
         return f"{path} is a symbolic link: replace it with the folder it points to"
     if not path.is_dir():

@@ -25,7 +25,7 @@ class Decision(IntEnum):
 
 
 class Retention(NamedTuple):
-    """Which checkpoints to keep: the `last` ones, the `best` by a metric, and those of every `every` steps.
+    """Which checkpoints to keep: the `last` ones, the `best` by a metric, and one every `every` steps.
 
     A checkpoint is kept if any rule selects it. Without rules all are kept.
     """

@@ -160,7 +160,7 @@ def _read_with_torch(path: Path) -> Any:
 
 
 def _examine(folder: Path) -> tuple[Manifest, dict[str, str]]:
-    """A checkpoint's manifest, and the problems of its files by name, as far as can be seen without reading them."""
+    """A checkpoint's manifest, and the problems of its files by name, without reading their content."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} does not exist or is not a folder")
     path = folder / MANIFEST_NAME

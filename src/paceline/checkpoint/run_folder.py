@@ -101,7 +101,7 @@ class RunFolder:
     """The folders, locked until `close`. Every worker creates one, at the same point.
 
     `shared_disk`: all workers see the same folder; otherwise each node has one. `with_memory`: the run takes snapshots,
-    so those of an earlier start count; otherwise leftover snapshots are removed. A worker that joins a run later calls
+    so snapshots of an earlier start count; otherwise they are removed. A worker that joins a run later calls
     `reconnect` before anything else.
     """
 

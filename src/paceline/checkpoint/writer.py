@@ -220,7 +220,7 @@ class AsyncWriter:
         return Contents({component.name: files}, {path.name: record})
 
     def _record_of(self, partial: Path, rank: int, deadline: float) -> Contents:
-        """What another worker wrote, as soon as it has."""
+        """Wait for what another worker writes, and return it."""
         path = _record_path(partial, rank)
         while not path.exists():
             if not partial.is_dir():

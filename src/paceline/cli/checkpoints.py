@@ -23,11 +23,11 @@ SUFFIXES = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bi
 
 _NOTE = """\
 CKPT is a checkpoint's folder. A run's folder, its name, an unambiguous prefix
-of its name, or any folder that holds checkpoints selects its newest one.
+of its name, or any folder with checkpoints selects its newest one.
 """
 _COMPONENTS_NOTE = f"""\
 "replicated" state is the same on every worker and stored once, "global" state
-is that of rank 0, "per rank" and "per node" state has one part for each.
+is rank 0's, "per rank" and "per node" state has one part for each.
 
 {_NOTE}"""
 _VERIFY_NOTE = f"""\
@@ -48,7 +48,7 @@ read it with torch.load(FILE, weights_only=True).
 
 def add_parser(commands: Any) -> None:
     examples = ("list 2workers", "verify 2workers --all", "export 2workers -o weights.safetensors")
-    summary = "look into checkpoints: list, inspect, components, verify, export"
+    summary = "inspect checkpoints: list, inspect, components, verify, export"
     group = cli.add_group(commands, "checkpoints", summary, examples)
 
     def add(run: cli.Command, name: str, summary: str, notes: str, *examples: str) -> argparse.ArgumentParser:
@@ -208,7 +208,7 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _weights(checkpoint: Checkpoint, component: str) -> dict[str, Any]:
-    """The model's state_dict. For "ema", averaged weights replace those of the model."""
+    """The model's state_dict. For "ema", averaged weights replace the model's."""
     weights = dict(read_weights(checkpoint.folder))
     # The average holds each parameter once. Tied parameters have several names in the model.
     averages = checkpoint.load("ema") if component == "ema" else {}

@@ -1,4 +1,4 @@
-"""Shared by all commands: how a command is declared, finds runs, reports errors, and prints."""
+"""Shared by all commands: declaring a command, finding runs, reporting errors, and printing."""
 
 from __future__ import annotations
 
@@ -237,14 +237,6 @@ def print_fields(fields: Mapping[str, str]) -> None:
 
 def shortened(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[: length - 3]}..."
-
-
-def flat_settings(settings: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted key."""
-    flat: dict[str, Any] = {}
-    for key, value in settings.items():
-        flat |= flat_settings(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
 
 
 def or_dash(value: float | None, text: Callable[[float], str]) -> str:

@@ -1,4 +1,4 @@
-"""`paceline doctor`: what holds a run back, with the figures that show it and what to change."""
+"""`paceline doctor`: what slows a run down, with the figures that show it and what to change."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _NOTE = f"""\
 
 The verdicts: failed, stalled, worker left, diverging (loss), memory (nearly
 full), slow worker, data-bound, exchange-bound, host-bound GPU, nothing wrong.
-They are about the run's last lines of metrics; docs/doctor.md has the limits.
+They refer to the run's last lines of metrics; docs/doctor.md has the limits.
 
 exit codes:
   0    nothing wrong, or it is too early to tell
   1    there is no such run
   10   there is something to improve (warning)
-  20   the run has failed, stalls or diverges (error)
+  20   the run has failed, has stalled or diverges (error)
 """
 EXIT_CODES = {"ok": 0, "info": 0, "warning": 10, "error": 20}
 
 
 def add_parser(commands: Any) -> None:
-    summary = "say what holds a run back, and what to change"
+    summary = "diagnose what slows a run down, and what to change"
     parser = cli.add_command(commands, "doctor", summary, _NOTE, examples=("", "2workers", "--json"), run=_doctor)
     cli.add_run_argument(parser, "the run (default: the newest)")
     parser.add_argument("--json", action="store_true", help="print JSON, with all figures")

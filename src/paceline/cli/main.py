@@ -27,12 +27,12 @@ example:
 _RUN_NOTE = """\
 Options of paceline come before SCRIPT. Everything after it is passed to the
 script. On several machines, use the same command on each; HOST is one of
-them. The exit codes are those of `paceline train`.
+them. The exit codes are the same as of `paceline train`.
 """
 _RENDEZVOUS_NOTE = """\
-The nodes of `paceline run --nodes MIN:MAX --address HOST:PORT` find each other
-here. Without this command the first node keeps the rendezvous, and the run
-ends with that node.
+Serves the nodes of `paceline run --nodes MIN:MAX --address HOST:PORT`. Without
+this command the first node serves the rendezvous, and the run ends with that
+node.
 """
 # In the order of the help text. `run`, `rendezvous` and `config` are in this file, every other one in the module of its
 # name.
@@ -116,7 +116,7 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
 
 
 def _add_config(commands: Any) -> None:
-    group = add_group(commands, "config", "look at project files", ("show 2workers.yaml",))
+    group = add_group(commands, "config", "inspect project files", ("show 2workers.yaml",))
     examples = ("2workers.yaml", "2workers.yaml trainer.seed=3 --workers 4")
     summary = "print a project file resolved, with the origin of each value"
     parser = add_command(group, "show", summary, examples=examples, run=_show)
@@ -151,7 +151,7 @@ def _add_run(commands: Any) -> None:
     add("--logs", metavar="DIR", help=what)
     what = "restart the workers when one fails, at most N times (default: 0); with --min-workers only the one that died"
     add("--max-restarts", type=integer(0), default=0, metavar="N", help=what)
-    what = "go on without workers that die, as long as N are left"
+    what = "continue without workers that die, as long as N are left"
     add("--min-workers", type=integer(1), metavar="N", help=what)
     what = "with --min-workers: a micro-batch that takes longer counts as a death (default: from measured times)"
     add("--stall", type=float, metavar="S", help=what)
@@ -169,7 +169,7 @@ def _add_run(commands: Any) -> None:
 
 
 def _add_rendezvous(commands: Any) -> None:
-    summary = "keep the rendezvous of machines that come and go"
+    summary = "serve the rendezvous of machines that may come and go"
     parser = add_command(commands, "rendezvous", summary, _RENDEZVOUS_NOTE, examples=("--address HOST:29500",))
     what = "an address of this machine that all nodes can reach, and a free port"
     parser.add_argument("--address", metavar="HOST:PORT", required=True, help=what)

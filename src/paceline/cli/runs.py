@@ -153,7 +153,7 @@ def _abort(options: argparse.Namespace) -> None:
         kept = "it has no checkpoint yet" if newest is None else f"its newest checkpoint is {newest.name}"
         if input(f"abort {files.root.name}? {kept} [y/N] ").strip().lower() not in ("y", "yes"):
             raise CommandError(f"{files.root.name} was not aborted")
-    with suppress(NobodyListens):  # it may be gone before it answers
+    with suppress(NobodyListens):  # it may end before it answers
         _request(files, "abort")
     _wait_for_end(files, ABORT_TIMEOUT_S, "the request to abort")
     print(f"{files.root.name} is aborted")
@@ -204,7 +204,7 @@ def _request(files: RunFiles, command: str, **arguments: Any) -> dict[str, Any]:
 
 def _kill_hint(files: RunFiles) -> str:
     status = read_status(files)
-    return "look at its processes" if status is None else f"`kill -9 {status.pid}` ends it and its workers"
+    return "check its processes" if status is None else f"`kill -9 {status.pid}` ends it and its workers"
 
 
 def _wait_for_end(files: RunFiles, timeout_s: float, request: str) -> None:
@@ -222,7 +222,7 @@ def _poll(condition: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def describe(files: RunFiles) -> dict[str, Any]:
-    """A run's status, from the run itself if it answers, else from its files. `state` is that of `paceline logs`.
+    """A run's status, from the run itself if it answers, else from its files. `state` is as in `paceline logs`.
 
     `ended` is the time of the last write if the run did not record its end.
     """

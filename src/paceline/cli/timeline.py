@@ -1,4 +1,4 @@
-"""`paceline timeline`: what each worker's time went into, as a table, a page, or a trace for other viewers."""
+"""`paceline timeline`: the workers' activities as a table, a page, or a trace for other viewers."""
 
 from __future__ import annotations
 

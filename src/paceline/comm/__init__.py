@@ -10,7 +10,7 @@ from paceline.comm.single import SingleCommunicator
 from paceline.core.world import World
 
 if TYPE_CHECKING:
-    from paceline.comm.rendezvous import MeetingPoint
+    from paceline.comm.rendezvous import RendezvousPoint
 
 logger = logging.getLogger("paceline")
 
@@ -19,11 +19,11 @@ def connect(
     world: World,
     backend: str | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
-    meeting_point: MeetingPoint | None = None,
+    rendezvous_point: RendezvousPoint | None = None,
 ) -> Communicator:
     """The communicator for this world. All workers call it together and get the same kind.
 
-    `meeting_point`: where they find each other, instead of the store that the environment names.
+    `rendezvous_point`: replaces the store that the environment names.
 
     A world of one gets a no-op. CPU workers share memory inside each host, and one worker per host exchanges with the
     other hosts over Gloo. All other worlds, and those with a named `backend`, use a process group of all workers.
@@ -37,8 +37,8 @@ def connect(
     from paceline.comm.shared_memory.peers import SharedMemoryUnavailable, placement
 
     if backend is not None:
-        return ProcessGroupCommunicator(world, backend, timeout_s, Rendezvous(world, timeout_s, at=meeting_point))
-    rendezvous = Rendezvous(world, timeout_s, placement(world), at=meeting_point)
+        return ProcessGroupCommunicator(world, backend, timeout_s, Rendezvous(world, timeout_s, at=rendezvous_point))
+    rendezvous = Rendezvous(world, timeout_s, placement(world), at=rendezvous_point)
     try:
         communicator = SharedMemoryCommunicator(world, timeout_s, rendezvous)
     except SharedMemoryUnavailable as error:

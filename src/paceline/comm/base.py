@@ -39,8 +39,8 @@ class Ownership:
     """Several buffers, each of which one worker owns.
 
     numels: elements, by buffer, at least 1. holders: the ranks that get the sum of a buffer, the owner first.
-    num_slots: the buffers that a worker does not own share so many memories there, which they use in turns: an exchange
-    of one must be complete before the next is used.
+    num_slots: on each worker, the buffers that it does not own use this many slots of memory in turn: an exchange must
+    be complete before its slot is used again.
     """
 
     numels: Sequence[int]
@@ -51,15 +51,15 @@ class Ownership:
 
 
 class OwnedBuffer(Protocol):
-    """Memory in which all workers add up what one of them keeps, its owner. See `Communicator.owned`."""
+    """A buffer whose sum over all workers is kept by one of them, its owner. See `Communicator.owned`."""
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The owner's memory; on the others, their contribution."""
+        """On the owner: its memory. On the others: their contribution."""
 
     @property
     def total(self) -> torch.Tensor | None:
-        """On holders: where the sum is after `reduce`. On the owner that is `tensor`."""
+        """On holders: the memory of the sum after `reduce`; on the owner the same as `tensor`."""
 
     def reduce(self) -> Pending:
         """Add the other workers' tensors to the owner's. Their content is undefined afterwards."""
@@ -67,8 +67,8 @@ class OwnedBuffer(Protocol):
     def deliver(self, dtype: torch.dtype, receive: Callable[[torch.Tensor], object]) -> Pending:
         """Call `receive` with the owner's memory on every other worker, inside `wait`.
 
-        It gets as many elements as the buffer has, of `dtype`, which may be the memory of the owner itself, for the
-        duration of the call. The deliveries that a worker receives are waited for in the order of the calls.
+        Its argument has `dtype` and the buffer's number of elements. It may be the owner's memory itself and is valid
+        during the call only. A worker must wait for the deliveries that it receives in the order of the calls.
         """
 
 
@@ -99,7 +99,7 @@ class Communicator(Protocol):
     def abort(self) -> None:
         """Fail the exchanges in progress and all later ones with `CommunicationError`. Called from any thread.
 
-        Peers that wait for this worker fail too. Used when a peer was lost whose loss an exchange may not notice.
+        Peers that wait for this worker fail too. Used when an exchange may not notice the loss of a peer.
         """
 
     def close(self) -> None:

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from paceline.comm.rendezvous import MeetingPoint, Rendezvous
+from paceline.comm.rendezvous import Rendezvous, RendezvousPoint
 from paceline.core.errors import CommunicationError, CommunicationTimeout
 from paceline.core.world import World
 
-# How often a worker that waits for others to connect looks whether one was lost.
+# How often a worker that waits for connections checks whether a peer was lost.
 CHECK_S = 0.05
 _CREDENTIALS = struct.Struct("3i")  # SO_PEERCRED: pid, uid, gid
 
@@ -35,7 +35,7 @@ class HostLink:
     is_trusted = True  # the kernel has confirmed that the peers are processes of this user
 
     def __init__(
-        self, world: World, timeout_s: float | None, join_timeout_s: float, at: MeetingPoint | None = None
+        self, world: World, timeout_s: float | None, join_timeout_s: float, at: RendezvousPoint | None = None
     ) -> None:
         self.world = world
         self._at = at
@@ -89,7 +89,7 @@ class HostLink:
             raise CommunicationError(f"rank {own} lost contact with rank {rank} in {operation}: {reason}") from None
 
     def _accept_all(self, limit_s: float) -> None:
-        """Accept one connection from each worker, at an address of its own."""
+        """Accept one connection from each worker, each at its own address."""
         deadline_s, name = monotonic() + limit_s, f"paceline-{secrets.token_hex(16)}"
         with ExitStack() as stack:
             listeners = {}

@@ -3,55 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from paceline.comm.base import Communicator, OwnedBuffer, Ownership, Pending
 
 
+@dataclass(frozen=True)
 class OwnedTensor:
-    """reduce: adds up a tensor on a rank. Where several ranks hold the sum, all get it."""
+    """sum_to: sums a tensor to one rank. If several ranks hold the sum, it is all-reduced instead."""
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        tensor: torch.Tensor,
-        total: torch.Tensor | None,
-        holders: Sequence[int],
-        reduce: Callable[[torch.Tensor, int], Pending],
-    ) -> None:
-        self._communicator = communicator
-        self.tensor = tensor
-        self.total = total
-        self._holders = holders
-        self._reduce = reduce
+    communicator: Communicator
+    tensor: torch.Tensor
+    total: torch.Tensor | None
+    holders: Sequence[int]
+    sum_to: Callable[[torch.Tensor, int], Pending]
 
     def reduce(self) -> Pending:
-        if len(self._holders) == 1:
-            return self._reduce(self.tensor, self._holders[0])
-        pending = self._communicator.all_reduce(self.tensor)
+        if len(self.holders) == 1:
+            return self.sum_to(self.tensor, self.holders[0])
+        pending = self.communicator.all_reduce(self.tensor)
         if self.total is None or self.total is self.tensor:
             return pending
         return Received(pending, self.tensor, self.total.copy_)
 
     def deliver(self, dtype: torch.dtype, receive: Callable[[torch.Tensor], object]) -> Pending:
         tensor = self.tensor.view(dtype)[: self.tensor.numel()]
-        pending = self._communicator.broadcast(tensor, self._holders[0])
-        is_owner = self._holders[0] == self._communicator.world.rank
+        pending = self.communicator.broadcast(tensor, self.holders[0])
+        is_owner = self.holders[0] == self.communicator.world.rank
         return pending if is_owner else Received(pending, tensor, receive)
 
 
+@dataclass(frozen=True)
 class Received:
-    """A `Pending` that hands on what has arrived in a tensor."""
+    """A `Pending` that passes the received tensor on."""
 
-    def __init__(self, pending: Pending, tensor: torch.Tensor, receive: Callable[[torch.Tensor], object]) -> None:
-        self._pending = pending
-        self._tensor = tensor
-        self._receive: Callable[[torch.Tensor], object] = receive
+    pending: Pending
+    tensor: torch.Tensor
+    receive: Callable[[torch.Tensor], object]
 
     def wait(self) -> None:
-        self._pending.wait()
-        self._receive(self._tensor)
+        self.pending.wait()
+        self.receive(self.tensor)
 
 
 def owned_tensors(

@@ -19,14 +19,14 @@ from paceline.comm.rendezvous import Rendezvous
 from paceline.core.errors import CommunicationError, CommunicationTimeout, MisuseError
 from paceline.core.world import World
 
-# How often a worker that connects looks whether another one was lost.
+# How often a worker that connects checks whether a peer was lost.
 CHECK_S = 0.02
 # No message with this tag is ever sent; see `abort`.
 _ABORT_TAG = 2**30
 
 
 class ProcessGroupCommunicator:
-    """A process group that neither the user's collectives nor another trainer's share.
+    """A process group that is shared neither with the user's collectives nor with another trainer.
 
     Gloo and NCCL groups are constructed directly: torch.distributed's public functions would register a default group,
     which belongs to the user. All workers of `world` construct it together. It is also a `Link`.
@@ -59,7 +59,7 @@ class ProcessGroupCommunicator:
         store, check = self._rendezvous.store, self._rendezvous.check
         if check is None:
             return self._open(store)
-        # In a thread, because torch connects for up to timeout_s. An attempt that is given up ends there by itself.
+        # In a thread, because torch blocks for up to timeout_s. An abandoned attempt ends with its thread.
         group: Future[Any] = Future()
 
         def open_group() -> None:
@@ -149,7 +149,7 @@ class ProcessGroupCommunicator:
     def _translate(self, error: RuntimeError, operation: str, waited_s: float) -> CommunicationError:
         """torch.distributed reports timeouts and lost peers as plain RuntimeErrors."""
         text, rank = str(error), self.world.rank
-        # Gloo also names the timeout by which a peer has aborted.
+        # Gloo also reports a timeout after a peer's abort.
         is_late = waited_s > 0.9 * self.timeout_s
         if ("imed out" in text or "imeout" in text) and is_late and not self._is_aborted:
             return CommunicationTimeout(

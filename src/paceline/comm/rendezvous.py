@@ -37,8 +37,8 @@ _has_joined = False  # whether this process has completed a rendezvous
 
 
 @dataclass(frozen=True)
-class MeetingPoint:
-    """A store through which workers find each other. `check` may raise while they wait."""
+class RendezvousPoint:
+    """A key-value store for the rendezvous, and a `check` that may raise while workers wait."""
 
     store: Any
     check: Callable[[], None] = lambda: None
@@ -52,7 +52,7 @@ class Rendezvous:
     least JOIN_TIMEOUT_S. `at` replaces the store that the environment names.
     """
 
-    def __init__(self, world: World, timeout_s: float, offer: Any = None, at: MeetingPoint | None = None) -> None:
+    def __init__(self, world: World, timeout_s: float, offer: Any = None, at: RendezvousPoint | None = None) -> None:
         global _has_joined
         self._world = world
         self._timeout_s = timeout_s
@@ -212,7 +212,7 @@ def generation_store(number: int) -> Any:
 
 
 def nodes_store() -> Any:
-    """The store of the agents of several nodes, for a worker of one of them."""
+    """The store that the agents of all nodes share, for a worker of one of them."""
     return private_store(_agent_store(), run_secret(), nodes_purpose(_run_id()))
 
 

@@ -1,4 +1,4 @@
-"""Events of a run beside its steps, for example a changed plan or diverging replicas."""
+"""Events of a run besides its steps, for example a changed plan or diverging replicas."""
 
 from __future__ import annotations
 

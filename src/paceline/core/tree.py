@@ -164,7 +164,7 @@ class _Encoder:
         while name in self.tensors or name == RESERVED_NAME:
             number += 1
             name = f"{wanted}~{number}"
-        # Empty tensors, and those on the meta device, have no address: each counts as a tensor of its own.
+        # Empty tensors and tensors on the meta device have no address: each counts separately.
         identity = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
         first_name = self._names.setdefault(identity if tensor.data_ptr() else name, name)
         self.tensors[name] = self.tensors.get(first_name, tensor)

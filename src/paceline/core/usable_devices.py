@@ -14,7 +14,7 @@ from paceline.core.rank_variables import is_worker
 LEFT_OUT_VARIABLE = "PACELINE_LEFT_OUT"
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _PROBE_TIMEOUT_S = 120.0
-# Both probes run in a process of their own: trying a GPU takes half a gigabyte of its memory until the process ends.
+# Both probes run in a separate process: trying a GPU takes half a gigabyte of its memory until the process ends.
 # GPUs of several models: one of them may be too old or too new for this build of torch.
 _TORCH_PROBE = """
 import json, torch
@@ -67,13 +67,13 @@ _found: dict[int, str] | None = None  # by a probe in this process
 
 
 def left_out() -> dict[int, str]:
-    """The GPUs that cannot run a kernel, as far as this process knows, by number: name and reason.
+    """The GPUs known not to run a kernel, by number: name and reason.
 
-    Unlike GPUs are tried here; those of one model only when workers are launched, see `try_gpus`.
+    GPUs of different models are tried here; GPUs of one model only when workers are launched, see `try_gpus`.
     """
-    told = os.environ.get(LEFT_OUT_VARIABLE)
-    if told is not None:
-        return {int(index): reason for index, reason in json.loads(told).items()}
+    known = os.environ.get(LEFT_OUT_VARIABLE)
+    if known is not None:
+        return {int(index): reason for index, reason in json.loads(known).items()}
     if _found is None and len(set(_models())) > 1:
         return try_gpus()
     return _found or {}
@@ -110,7 +110,7 @@ def _probe(program: str) -> dict[int, str]:
 
 
 def _models() -> list[str]:
-    """The model of each of the machine's GPUs, as the driver lists them."""
+    """The model of each of the machine's GPUs, in the driver's order."""
     texts = [path.read_text(errors="replace") for path in _GPUS.glob("*/information")]
     lines = (line for text in texts for line in text.splitlines())
     return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]

@@ -30,7 +30,7 @@ from paceline.data.sources.streams import BatchStream, IterableStream
 
 @dataclass(frozen=True)
 class LoadingOptions:
-    """The user's settings for reading, beside the data; None if not given. See `Trainer.setup`."""
+    """The user's settings for reading, besides the data; None if not given. See `Trainer.setup`."""
 
     global_batch: int | None = None
     micro_batch: int | None = None

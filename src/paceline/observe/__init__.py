@@ -1,1 +1,1 @@
-"""Outputs of a run: metrics, events, progress, loggers, timelines. Best effort: none of them ends a run."""
+"""Outputs of a run: metrics, events, progress, loggers, timelines. Best effort: their failures do not end a run."""

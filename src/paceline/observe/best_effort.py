@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def warn(text: str) -> None:
-    """Emit a warning. Never raises: where warnings are errors, the text is logged instead."""
+    """Emit a warning. Never raises: if warnings are errors, the text is logged instead."""
     try:
         warnings.warn(text, stacklevel=2)
     except Warning:
@@ -118,7 +118,7 @@ class SafeStream:
             action(self._stream)
         except (OSError, ValueError) as error:
             self._stream = None
-            warn(f"progress cannot be shown any more, training continues: {describe(error)}")
+            warn(f"progress can no longer be shown, training continues: {describe(error)}")
 
 
 def _warn_unwritten(name: str | PathLike[str], error: Exception) -> None:

@@ -1,7 +1,7 @@
-"""All curves of a metrics file, read once and then only where it has grown: no extreme is missed, however long it is.
+"""All curves of a metrics file, read incrementally: no extreme is missed in a file of any length.
 
 A curve has up to `MAX_POINTS` points, the lowest and the highest of each interval of steps. Reading takes a few seconds
-per million lines, so the first picture of a long file is a sample (see `curve_window`), and this follows.
+per million lines, so a long file is first shown as a sample (see `curve_window`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 from paceline.observe.json_lines import LineReader
 from paceline.observe.metrics import RESUMED_FROM, Curve, Steps, Values, flat_items, is_resume, is_step
 
-# Of an index, so that its memory is bounded: some 80 MB. Further names are not in it.
+# Bounds the memory of an index to some 80 MB. Further names are left out.
 MAX_NAMES = 300
 
 Columns = dict[str, tuple[list[int], list[float]]]
 
 
 class CurveIndex:
-    """Not thread-safe. inode: of the file that was read. num_bytes: how much of it."""
+    """Not thread-safe. inode: of the file that was read. num_bytes: how much of it was read."""
 
     def __init__(self, path: Path) -> None:
         self._reader = LineReader(path)
@@ -42,7 +42,7 @@ class CurveIndex:
         return found.st_ino == self.inode and found.st_size >= self.num_bytes
 
     def read(self) -> Iterator[None]:
-        """Read what was added to the file, about a megabyte per turn."""
+        """Read new lines of the file, about a megabyte per iteration."""
         for block in self._reader.blocks():
             for is_a_resume, records in groupby(block, is_resume):
                 if is_a_resume:
@@ -66,9 +66,9 @@ class CurveIndex:
 
 
 def columns_of(records: Sequence[dict[str, Any]]) -> Columns:
-    """The numbers of these lines by flat name, as `flat_items` has them, with their steps.
+    """The numbers of these lines by flat name (see `flat_items`), with their steps.
 
-    Neighbouring lines mostly have the same keys: these are turned into columns together, which is several times faster.
+    Neighbouring lines with the same keys are turned into columns together, which is several times faster.
     """
     columns: Columns = {}
     for _, group in groupby(records, tuple):

@@ -1,10 +1,10 @@
 """A part of a metrics file as curves, for files of any length, in bounded time and memory.
 
-A range of up to `EXACT_BYTES` is read line by line. A longer one is sampled: a few lines at each of some thousand
-places of the file, and both of its ends. Curves are thinned to the minimum and the maximum of each interval of steps.
+A range of up to `EXACT_BYTES` is read line by line. A longer one is sampled: a few lines at some thousand offsets of
+the file, and at both ends. Curves are thinned to the minimum and the maximum of each interval of steps.
 
 Lines are in the order of their steps, except after a resume, which supersedes lines about later steps. So a resume is
-searched for only between two places whose steps are not in order.
+searched for only between two offsets whose steps are not in order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.observe.json_lines import TAIL_BYTES, parse_lines
 from paceline.observe.metrics import RESUMED_FROM, CountedLines, Curve, Curves, Steps, Values, is_resume, is_step
 
 EXACT_BYTES = 4 << 20
-# Of a sample: places at most, and bytes.
+# Limits of a sample.
 MAX_PLACES = 2000
 SAMPLE_BYTES = 3 << 20
 LINES_PER_PLACE = 3
@@ -33,7 +33,7 @@ _Place: TypeAlias = tuple[int, list[Any]]
 
 
 class _Part(NamedTuple):
-    """Bytes of a file. limit: the last step in them that counts, by what follows them."""
+    """A range of bytes. limit: the last step in it that later lines do not supersede."""
 
     start: int
     stop: int
@@ -52,7 +52,7 @@ class Window:
     """first_step, last_step: of the whole file; 0 if it has none. offset: the end of its last complete line.
 
     is_sampled: not every line in the range was read. names: all names that were seen, also of metrics that were not
-    asked for.
+    requested.
     """
 
     first_step: int = 0
@@ -74,7 +74,7 @@ def read_window(
 ) -> Window:
     """The curves of `names` (metrics, or groups such as "waiting"; None for all) between two steps, both included.
 
-    points: about this many per curve. exact: read every line of the range, however long that takes.
+    points: about this many per curve. exact: read every line of the range, without a time limit.
     """
     names = None if names is None else list(names)
     curves = Curves(names)
@@ -131,13 +131,13 @@ def _common_key(names: Sequence[str]) -> bytes:
 
 
 def _narrowed(part: _Part, places: Sequence[_Place], first: int, last: float, line_bytes: int) -> _Part:
-    """The part of a part that contains all lines about these steps."""
+    """The range within `part` that contains all lines about these steps."""
     start, stop, limit = part
     bound = limit  # the smallest step so far, from the end
     for offset, block in reversed(places):
         if not block or (step := _step(block[0])) > bound:
             continue  # superseded
-        if step > last and is_step(block[0]):  # a resume is somewhere after its place
+        if step > last and is_step(block[0]):  # a resume may be anywhere after its offset
             stop, limit = min(offset + 2 * line_bytes, part.stop), step  # a line in the range may end here
         bound = step
         if step < first:
@@ -156,7 +156,7 @@ def _sample(descriptor: int, part: _Part, line_bytes: int) -> Iterator[_Place]:
 
 
 def _with_resumes(path: Path, places: list[_Place], line_bytes: int) -> list[_Place]:
-    """Also the places of the resumes between places whose steps are not in order."""
+    """The places, with resumes added between places whose steps are not in order."""
     found: list[_Place] = []
     num_searched = 0
     known = [place for place in places if place[1]]
@@ -187,6 +187,6 @@ def _step(record: dict[str, Any]) -> int:
 
 
 def _not_superseded(records: Sequence[dict[str, Any]], limit: float) -> list[dict[str, Any]]:
-    """Records about steps that no later record falls behind."""
+    """Records about steps that no later record supersedes."""
     limits = list(accumulate([limit, *(_step(record) for record in reversed(records))], min))[-2::-1]
     return [record for record, last in zip(records, limits, strict=True) if "step" in record and record["step"] <= last]

@@ -65,7 +65,7 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _git(folder: Path) -> dict[str, Any] | None:
-    """None outside of a repository, and where git is not installed or does not answer."""
+    """None outside of a repository, and if git is not installed or does not answer."""
     options = ("status", "--porcelain=v2", "--branch", "--untracked-files=no")
     command = ["git", "--no-optional-locks", "-C", str(folder), *options]
     try:

@@ -1,4 +1,4 @@
-"""A run's events: their log, their text, and what they say about workers that left and joined."""
+"""A run's events: their log, their text, and the changes of workers that they record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline.observe.run_files import RunFiles
 class EventLog:
     """Events of a run, such as a changed plan, as JSON lines in `events.jsonl`: `trainer.listen(log.write)`.
 
-    For rank 0, as all workers see the same.
+    For rank 0, since all workers see the same events.
     """
 
     def __init__(self, path: Path) -> None:
@@ -34,7 +34,7 @@ class EventLog:
 
 
 def event_text(name: str, details: Mapping[str, Any]) -> str:
-    """One line. Events that are not known here are shown with their details."""
+    """One line. Unknown events are shown with their details."""
     try:
         text = _TEXTS[name](details)
     except (KeyError, TypeError, ValueError):  # of another kind, or written by another version
@@ -54,8 +54,8 @@ def _world(details: Mapping[str, Any]) -> str:
     parts += [f"{_workers(joined)} joined"] if joined else []
     text = " and ".join(parts) or "the workers changed"
     text += f" ({details['reason']})" if details.get("reason") else ""
-    text += f"; {size} worker{'s go' if size != 1 else ' goes'} on"
-    text += f" without {details['lost_steps']} steps that were in no average" if details.get("lost_steps") else ""
+    text += f"; {size} worker{'s continue' if size != 1 else ' continues'}"
+    text += f" without {details['lost_steps']} steps that were not averaged yet" if details.get("lost_steps") else ""
     return text + (f" after {formats.duration(details['seconds'])}" if details.get("seconds") is not None else "")
 
 
@@ -81,7 +81,7 @@ _TEXTS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 @dataclass(frozen=True)
 class WorldChange:
-    """After `step`, so many workers left and joined; `size` were there afterwards. seconds: what it cost them."""
+    """Workers left and joined after `step`; `size` remained. seconds: the duration of the change."""
 
     step: int
     num_left: int

@@ -33,9 +33,9 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Lines of at most `width` columns, broken between words; what follows a break is indented.
+    """Lines of at most `width` columns, broken between words; continuations are indented.
 
-    Indented lines, as of a traceback, stay as they are.
+    Indented lines, such as a traceback's, are kept.
     """
     wrap = partial(textwrap.fill, width=width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
     return "\n".join(wrap(line) if len(line) > width and line[0] != " " else line for line in text.split("\n"))

@@ -78,7 +78,7 @@ class LineReader:
         """The values of all new lines, about a megabyte at a time. containing: skip lines without these bytes."""
         rest = b""
         with self.path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size  # the file may grow as fast as it is read
+            size = os.fstat(file.fileno()).st_size  # a file that grows as fast as it is read must not block
             size = size if self._stop is None else min(size, self._stop)
             file.seek(self.offset)
             while block := file.read(max(0, min(_READ_BYTES, size - file.tell()))):

@@ -153,7 +153,7 @@ class _ServiceLogger:
     _id_file: Path | None = None
 
     def keep_id(self, path: Path, start_step: int) -> Self:
-        """Keep the id in a file, too. A run that starts at step 0 is another one, and ignores it."""
+        """Keep the id in a file, too. A run that starts at step 0 is a new one and ignores it."""
         self._id_file = path
         if start_step > 0 and path.is_file():
             self._id = path.read_text(errors="replace").strip() or None
@@ -179,7 +179,7 @@ class WandbLogger(_ServiceLogger):
     """
 
     _package = "wandb"
-    _resumed_by = "id"  # the service's name for what identifies a run
+    _resumed_by = "id"  # the service's argument that identifies a run
 
     def __init__(self, name: str, config: Mapping[str, Any] | None = None, **settings: Any) -> None:
         self._module = optional(self._package, package=self._package, extra=self._package, user="its logger")

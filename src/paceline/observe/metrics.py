@@ -6,9 +6,9 @@
      "speeds": [30.1, 10.2], "efficiency": 0.93, "eval": {"loss": 2.4}}
 
 `step` counts completed steps, `samples` the samples in them. `time` is seconds of training, without the time between a
-stop and a resume. `shares` (micro-batches) and `waiting` (fraction of the time, 0 to 1) have one number per worker, as
-have the other fractions in `lanes` (see `paceline.observe.rates.Rates`) and `speeds` (micro-batches per second while
-computing). All are those since the line before; they come from numbers that the workers exchange with every step.
+stop and a resume. `shares` (micro-batches) and `waiting` (fraction of the time, 0 to 1) have one number per worker, and
+so have the other fractions in `lanes` (see `paceline.observe.rates.Rates`) and `speeds` (micro-batches per second while
+computing). All refer to the time since the previous line; they come from numbers that workers exchange in every step.
 `efficiency`: the run's speed over the sum of the workers'. Several lines may describe one step: the newest number of
 each name counts. `{"resumed_from": 30}` means that the run was resumed from step 30: earlier lines about later steps
 are superseded.
@@ -64,7 +64,7 @@ class MetricsWriter:
     def log(self, step: int, values: Mapping[str, Any], num_samples: int = 0) -> None:
         """Write one line. Values are numbers, lists of one number per worker, or mappings, `{"eval": {"loss": 2}}`.
 
-        num_samples: trained since the line before that had some; the line has their sum since the start of the run.
+        num_samples: trained since the last line with samples; the line has their sum since the start of the run.
         """
         line = {"step": step, "time": round(monotonic() - self._start, 3), **values}
         if num_samples:
@@ -199,7 +199,7 @@ class Curves:
                     self._names[name] = None
 
     def note_names(self, records: Iterable[dict[str, Any]]) -> None:
-        """Note the names in these lines, also of metrics that are not wanted."""
+        """Record the names in these lines, also of metrics that are not wanted."""
         for record in records:
             for name, _ in flat_items(record):
                 if len(self._names) < MAX_NAMES and name != "step":
@@ -213,7 +213,7 @@ class Curves:
         return self._wanted is None or name in self._wanted or name.startswith(self._groups)
 
     def _add_workers(self, record: Mapping[str, Any]) -> dict[str, float]:
-        """Note a line's shares and waiting; returns the throughput of each of several workers."""
+        """Record a line's shares and waiting; returns the throughput of each of several workers."""
         shares: Any = record.get("shares")
         waiting: Any = record.get("waiting")
         rate: Any = record.get("samples_per_s")
@@ -231,8 +231,8 @@ class Curves:
 class CountedLines:
     """Lines of a file about steps that no later resume supersedes.
 
-    tail: read only the end of the file. start, stop: read only these bytes. limit: the last step that counts, by what
-    follows `stop`. resumed_from: the steps of all resumes.
+    tail: read only the end of the file. start, stop: read only these bytes. limit: the last step that lines after
+    `stop` do not supersede. resumed_from: the steps of all resumes.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ LIVE_INTERVAL_S = 0.2
 # Between plain lines without `every_steps`.
 PLAIN_INTERVAL_S = 10.0
 BAR_WIDTH = 30
-# On a narrow terminal, figures are left out before the bar gets shorter than this.
+# On a narrow terminal, text is cut before the bar gets shorter than this.
 MIN_BAR_WIDTH = 8
 # Left free at the right: a terminal echoes ^C there, and text in the last column would make it begin a new line.
 FREE_COLUMNS = 3
@@ -42,9 +42,9 @@ class Progress:
     (default: one every 10 seconds), and the last.
 
     total: steps of the run, None if unknown. start_step: completed steps when the run starts or is resumed. label: the
-    name of a step in plain lines. keep_lines: print plain lines on a terminal too, above the bar, and only those of
-    the first and every `every_steps`-th step. quiet: show nothing. stream: default sys.stdout.
-    live_file: instead of drawing the bar, write its content there for another process (see `read_live_file`).
+    name of a step in plain lines. keep_lines: print plain lines on a terminal too, above the bar, and only for the
+    first and every `every_steps`-th step. quiet: show nothing. stream: default sys.stdout.
+    live_file: instead of drawing the bar, write its content to this file for another process (see `read_live_file`).
 
     The numbers may be on a device: call `is_due` before reading them.
     """
@@ -195,7 +195,7 @@ class Bar:
 
 
 class _LiveFile:
-    """The content of a bar in a file, overwritten in place. A failure is a warning, and the last one."""
+    """The content of a bar in a file, overwritten in place. The first failure is a warning and ends the writing."""
 
     def __init__(self, path: Path, total: int | None) -> None:
         self._path: Path | None = path
@@ -208,10 +208,10 @@ class _LiveFile:
             self._path.write_text(json.dumps({"step": step, "total": self._total, "text": text}) + "\n")
         except OSError as error:
             self._path = None
-            warn(f"progress cannot be shown any more, training continues: {describe(error)}")
+            warn(f"progress can no longer be shown, training continues: {describe(error)}")
 
     def erase(self) -> None:
-        """The process that draws erases."""
+        """The process that draws the bar erases it."""
 
 
 def read_live_file(path: Path) -> tuple[int, int | None, str] | None:

@@ -1,4 +1,4 @@
-"""What the workers did between two reports of a run."""
+"""The workers' rates and times between two reports of a run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from time import monotonic
 from paceline.core.timing import NOT_MEASURED, Timing
 from paceline.core.waiting import split_sync
 
-# What a worker's time goes into, besides waiting for others.
+# The parts of a worker's time, besides waiting for others.
 LANES = ("computing", "data", "exchange", "rest")
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What workers did in an interval; tuples have one entry per worker.
+    """Rates of an interval; tuples have one entry per worker.
 
     shares: micro-batches. waiting: fraction of the time, 0 to 1, spent waiting for slower workers. lanes: the other
     fractions, by name: `computing`, `data` (waiting for data), `exchange` and `rest`; with `waiting` they add up to 1.
@@ -51,8 +51,8 @@ class RateMeter:
     ) -> None:
         """Add a step: each worker's micro-batches, its times (`record.timings`), and the tokens of all workers.
 
-        With averaging the tokens of the first steps are unknown (None): they are taken to be as many per sample as
-        those of the others.
+        With averaging the tokens of the first steps are unknown (None). They are assumed to have as many per sample as
+        the other steps.
         """
         self._num_samples += num_samples
         if num_tokens is not None:
@@ -87,7 +87,7 @@ class RateMeter:
 
 @dataclass
 class _WorkerTotal:
-    """One worker's sums. latest: not every step has a measurement, so the latest one counts until the next."""
+    """One worker's sums. latest: the last measurement, used for steps without one."""
 
     latest: Timing = NOT_MEASURED
     count: int = 0

@@ -6,9 +6,9 @@
         status.json        running (with the process), finished, stopped or failed
         metrics.jsonl      see paceline.observe.metrics
         events.jsonl       see paceline.observe.events
-        report.json        where the workers' time went
-        plan.json          what `paceline plan --run` predicted for it
-        checkpoints/  plots/  ranks/ (the workers' output and status)  timeline/ (what each worker did when)
+        report.json        the workers' times
+        plan.json          the prediction of `paceline plan --run`
+        checkpoints/  plots/  ranks/ (the workers' output and status)  timeline/ (the workers' activities)
 
 Rank 0 writes them, and each worker its status (see paceline.observe.worker_status). Any process may read them, also
 during the run.
@@ -35,6 +35,7 @@ from paceline.observe.best_effort import attempt, describe
 from paceline.observe.json_lines import replace_file, to_json
 
 RUNS_FOLDER = "runs"
+MAX_CONFIG_BYTES = 1 << 20
 # A run on another host counts as live while its files are younger than this.
 SILENT_S = 600.0
 
@@ -134,10 +135,10 @@ def prepare_run_folder(root: Path) -> RunFiles:
 
 @contextmanager
 def running(files: RunFiles, total_steps: int | None = None) -> Iterator[None]:
-    """Wraps a run in its leading process: status.json says "running", and afterwards how the run ended.
+    """Wraps a run in its leading process: status.json has the state "running", and afterwards how the run ended.
 
-    An exception means "failed", with its text as the reason. Ctrl-C and the exit code of a requested stop (75) mean
-    "stopped", as does a signal to end. A killed process writes nothing, which `state_of` detects. Failure to write the
+    An exception means "failed", with its text as the reason. Ctrl-C, the exit code of a requested stop (75) and a
+    termination signal mean "stopped". A killed process writes nothing, which `state_of` detects. Failure to write the
     status is a warning.
     """
     before = read_status(files)
@@ -155,7 +156,7 @@ def running(files: RunFiles, total_steps: int | None = None) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        state, reason = _ending_of(error)
+        state, reason = _end_of(error)
         raise
     finally:
         status = read_status(files) or status  # has the total by now
@@ -207,12 +208,34 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     replace_file(path, f"{to_json(value, indent=2)}\n".encode())
 
 
+def read_settings(path: Path) -> dict[str, Any]:
+    """The settings of a config.yaml by flat name, such as "trainer.readers"; empty if it cannot be read."""
+    import yaml  # type: ignore[import-untyped]
+
+    try:
+        content = path.read_bytes()
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        tree = yaml.load(content, loader) if len(content) <= MAX_CONFIG_BYTES else {}
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return flat_settings(tree) if isinstance(tree, dict) else {}
+
+
+def flat_settings(settings: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        is_nested = isinstance(value, Mapping) and value
+        flat |= flat_settings(value, f"{prefix}{key}.") if is_nested else {f"{prefix}{key}": value}
+    return flat
+
+
 def _write_status(files: RunFiles, status: Status) -> None:
     with attempt(files.status):
         write_json(files.status, asdict(status))
 
 
-def _ending_of(error: BaseException) -> tuple[str, str | None]:
+def _end_of(error: BaseException) -> tuple[str, str | None]:
     if isinstance(error, KeyboardInterrupt):
         return "stopped", "interrupted"
     if isinstance(error, SystemExit):

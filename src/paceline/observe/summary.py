@@ -37,7 +37,7 @@ class WorkerTime:
     """seconds: by kind, such as "compute", "wait" (for slower workers), "sync" (exchange) and "other".
 
     Kinds that were not measured are missing. share: the worker's fraction of the micro-batches. Without a report, both
-    are those of the last line of metrics. peak_bytes: the most memory it used, that of its GPU if it has one.
+    are from the last line of metrics. peak_bytes: the most memory that it used, of its GPU if it has one.
     """
 
     rank: int
@@ -79,7 +79,7 @@ class Summary:
 
 
 def summarize(files: RunFiles, *, tail: bool = False) -> Summary:
-    """tail: read only the end of the metrics, for a list of many runs. Extremes are then those of the end."""
+    """tail: read only the end of the metrics, for a list of many runs. Extremes are then of the end only."""
     status = read_status(files)
     metrics = Curves()
     if files.metrics.is_file():

@@ -1,4 +1,4 @@
-"""A worker's own status file, `ranks/rank-R.json` in the run's folder: where it runs, its memory, its step.
+"""A worker's status file, `ranks/rank-R.json` in the run's folder: where it runs, its memory, its step.
 
     {"rank": 3, "host": "b", "device": "cuda:1", "device_name": "NVIDIA H200", "pid": 4715, "process_started": 123456,
      "time": 1763296811.5, "step": 1210, "step_at": 1763296811.4, "cpu": 101.5, "memory": 3221225472,
@@ -6,7 +6,7 @@
      "gpu_memory": 62277025792, "gpu_memory_limit": 150323855360, "peak_bytes": 61203283968}
 
 `step_at` is when the step was first seen; times are Unix times. Memory is in bytes, `cpu` in percent of a core, `gpu`
-and `host_cpu` in percent; values that cannot be read are left out. The first worker of a host has those of the host.
+and `host_cpu` in percent; values that cannot be read are left out. The first worker of a host has the host's values.
 `peak_bytes` is the most memory that the worker used: of its GPU, or else of its process. A background thread replaces
 the file once a second, so a file that is much older belongs to a worker that was suspended or killed.
 """
@@ -76,7 +76,7 @@ class WorkerStatus:
         if world.is_joining:
             return  # it has no rank yet
         path = self._files.worker(world.rank)
-        if self._path is not None and self._path != path:  # others left, and the ranks moved up
+        if self._path is not None and self._path != path:  # other workers left, so the ranks moved up
             with suppress(OSError):
                 self._path.unlink(missing_ok=True)
         self._path = path

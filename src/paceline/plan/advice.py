@@ -1,4 +1,4 @@
-"""Which of the workers at hand to use: predictions for the alternatives, and a sentence. Arithmetic only."""
+"""Which of the available workers to use: predictions for the alternatives, and advice. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from paceline.plan.cadence import Cadence
 from paceline.plan.predict import Averaging, Device, Hardware, Prediction, Workload, like, predict
 
-# A difference below this is within what predictions are off by.
+# Smaller differences are within the error of predictions.
 _NOTABLE = 0.05
 _MAX_ALTERNATIVES = 16
 
 
 @dataclass(frozen=True)
 class Kind:
-    """So many workers on devices like this one. price_per_hour: of one of them; None if unknown.
+    """`count` workers on devices like this one. price_per_hour: of one device; None if unknown.
 
-    per_host: how many of them a machine has; the others are on further machines of its kind.
+    per_host: devices per machine; the remaining ones are on further machines of its kind.
     """
 
     device: Device
@@ -36,7 +36,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Alternative:
-    """Some of the workers with one strategy. Costs are None where a price, or the number of samples, is unknown."""
+    """Some of the workers with one strategy. Costs are None if a price, or the number of samples, is unknown."""
 
     counts: Mapping[str, int]
     strategy: str
@@ -67,7 +67,7 @@ def strategy_name(strategy: str | Cadence | Averaging) -> str:
 def alternatives(workload: Workload, kinds: Sequence[Kind], hardware: Hardware) -> list[Alternative]:
     """Predictions for none, one or all of each kind; for all workers also with the other strategies. Fastest first."""
     if not any(kind.count for kind in kinds):
-        raise ValueError("no worker is left to predict for: give --workers such as 2xA,1xB")
+        raise ValueError("there is no worker to predict for: give --workers such as 2xA,1xB")
     choices = [sorted({0, min(1, kind.count), kind.count}) for kind in kinds]
     found = [_alternative(workload, kinds, counts, hardware) for counts in itertools.product(*choices) if any(counts)]
     found.sort(key=lambda each: -each.samples_per_s)

@@ -1,7 +1,7 @@
 """Dividing a step's micro-batches by measured speed.
 
-Only operations that IEEE 754 rounds correctly are used, and no logarithm, so that workers on different machines which
-are given the same readings reach the same bits.
+Only operations that IEEE 754 rounds correctly are used, and no logarithm, so workers on different machines compute the
+same bits from the same readings.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from typing import Any, NoReturn
 from paceline.plan.entries import Estimate, check_entries, check_time, from_entries, to_entries
 from paceline.plan.shares import MANY, shares
 
-# A worker whose best share is nothing gets one micro-batch in as many steps, so that it stays measured.
+# A worker whose best share is zero gets one micro-batch every TURN steps, so that it is still measured.
 TURN = 10
 
 # Chosen by the simulations in tests/plan/test_balance.py. A reading that is three standard deviations
 # off is probably not noise; a single one counts for no more than that.
 SIGMAS = 3.0
-# Two readings in a row that are each that far off follow a large change at once; six that are this many standard
-# deviations off in all find one of 20% in 10% noise. With a limit of 7.5 three workers' shares flutter, with 8.0 such
+# Two consecutive readings that are each that far off detect a large change; six that are this many standard deviations
+# off in total detect one of 20% in 10% noise. With a limit of 7.5 the shares of three workers fluctuate, with 8.0 such
 # changes are missed more often.
 TWO, TWO_LIMIT = 2, 2 * SIGMAS
 SIX, SIX_LIMIT = 6, 7.75
-# When six readings speak, the older ones may be from before the change: the mean starts again from the later half.
+# If six readings show a change, the older ones may be from before it: the mean restarts from the later half.
 _HALF = 3
-# Noise is learned over 256 readings (from half as many, changes of 20% are missed more often), beginning with a guess
-# of 10% that is worth 8 readings. Below 1% it does not matter. A difference of more than five standard deviations is a
-# change rather than noise, and raises the estimate no further.
+# Noise is estimated over 256 readings (with half as many, changes of 20% are missed more often), starting from a guess
+# of 10% with the weight of 8 readings. It is at least 1%. A difference of more than five standard deviations is a
+# change rather than noise, and counts as five.
 NOISE_MEMORY, GUESS_WEIGHT, _GUESS, LEAST_NOISE = 256, 8, 0.1, 0.01
 LARGEST_DIFFERENCE = 5.0
 
 
 @dataclass(frozen=True)
 class Steady(Estimate):
-    """The level of noisy readings: it rests until they contradict it, and then moves at once.
+    """The level of noisy readings: constant until the readings contradict it, then it moves immediately.
 
-    `level` is set to the mean of the readings since the last change whenever the two are further apart than that
-    mean's standard error, so it settles in ever rarer and smaller moves. A change is two readings in a row that are
-    each three standard deviations off, or six that are off in all; then the mean starts again from the latest. The very
-    first reading counts until there is a second: a worker's first step allocates, connects and compiles.
+    `level` is set to the mean of the readings since the last change whenever they differ by more than the mean's
+    standard error, so its moves become rarer and smaller. A change is two consecutive readings that are each three
+    standard deviations off, or six that are off in total; then the mean restarts from the latest readings. The first
+    reading counts only until the second: a worker's first step allocates, connects and compiles.
 
-    The noise is estimated from the readings, relative to them: `variance` from successive differences, and the
-    `covariance` of neighbours, since noise that outlasts a reading moves a mean further. `recent` are the readings, at
-    most six, that are not yet known to be no change; the covariance is learned from those that leave.
+    The noise is estimated relative to the readings: `variance` from successive differences, and the `covariance` of
+    neighbours, since noise that lasts longer than a reading moves a mean further. `recent`: at most six readings, which
+    may still show a change; the covariance is estimated from readings that leave it.
     """
 
     level: float
@@ -112,7 +112,7 @@ class Steady(Estimate):
 
 
 def _deviation(reading: float, level: float) -> float:
-    """How far off a reading is, relatively and the same in both directions: close to log(reading / level)."""
+    """The relative deviation of a reading, symmetric in both directions: close to log(reading / level)."""
     return math.sqrt(reading / level) - math.sqrt(level / reading)
 
 
@@ -121,7 +121,7 @@ def _clamp(value: float, bound: float) -> float:
 
 
 def _contradiction(recent: Sequence[float], window: int, level: float, sigma: float, count: int) -> float:
-    """By how many standard deviations in all the last readings are off a level that rests on `count` readings."""
+    """The total deviation of the last readings from a level of `count` readings, in standard deviations."""
     if count <= window or len(recent) < window:
         return 0.0
     scale = sigma * math.sqrt(1 + window / count)
@@ -132,7 +132,7 @@ def _contradiction(recent: Sequence[float], window: int, level: float, sigma: fl
 
 
 class Levels:
-    """The steady times of some workers, by rank; None for a worker without a reading. values: 0.0 for that one."""
+    """The steady times of workers, by rank; None without a reading. values: their levels; 0.0 without a reading."""
 
     def __init__(self, times: Sequence[Steady | None]) -> None:
         self._times = list(times)
@@ -163,7 +163,7 @@ class Levels:
 
 
 def refuse(readings: Sequence[float], num_workers: int) -> NoReturn:
-    """Say what is wrong with these readings."""
+    """Raise a ValueError for invalid readings."""
     if len(readings) != num_workers:
         raise ValueError(f"{len(readings)} readings for {num_workers} workers: give one per worker, 0.0 for none")
     rank, seconds = next((rank, each) for rank, each in enumerate(readings) if not 0 <= each < math.inf)
@@ -179,13 +179,13 @@ def levels(times: Sequence[Steady | None]) -> Levels:
 
 
 class Balancer:
-    """Who takes how many of a step's micro-batches, from the times that all workers exchanged in earlier steps.
+    """Divides a step's micro-batches by the times that all workers exchanged in earlier steps.
 
     A function of the readings alone: workers that observe the same readings divide every step alike. `hints` are
-    relative speeds to start with; a worker's first reading replaces its hint. With a `schedule` (after, every), what
-    was measured is used first after this many steps and then at intervals of so many.
+    initial relative speeds; a worker's first reading replaces its hint. With a `schedule` (after, every), measured
+    times are first used after `after` steps and then updated every `every` steps.
 
-    `num_steps`: completed steps. `observe` counts one; whoever leaves out a step's readings counts it here.
+    `num_steps`: completed steps. `observe` increments it; a caller that skips a step's readings must increment it.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class Balancer:
     def observe(self, seconds_per_micro_batch: Sequence[float], delays: Sequence[float] | None = None) -> None:
         """The exchanged readings of one step, by rank; 0.0 stands for a worker without a micro-batch in it.
 
-        `delays` are what a step takes of a worker beside its micro-batches, such as its optimizer; 0.0 if unknown.
+        `delays`: each worker's seconds per step outside its micro-batches, such as the optimizer's; 0.0 if unknown.
         """
         self._times.observe(seconds_per_micro_batch)
         if delays is not None:
@@ -218,7 +218,7 @@ class Balancer:
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """Micro-batches per second by which the next step is divided; the hints as long as nobody was measured."""
+        """Micro-batches per second by which the next step is divided; the hints until a worker is measured."""
         speeds = []
         for level in self._times.values:
             speeds.append(1 / level if level else 0.0)
@@ -230,7 +230,7 @@ class Balancer:
         return tuple(speeds)
 
     def shares(self, num_micro_batches: int) -> tuple[int, ...]:
-        """The next step's shares, for any number of micro-batches; asking changes nothing."""
+        """The next step's shares, for any number of micro-batches. Has no side effects."""
         after, every = self._schedule
         period = max(0, (self.num_steps - after) // every + 1)
         if period != self._period or every == 1:
@@ -242,7 +242,7 @@ class Balancer:
         return _with_idle(counts, speeds, turn) if position == TURN - 1 else counts
 
     def regrouped(self, previous_ranks: Sequence[int | None]) -> Balancer:
-        """The balancer of other workers. previous_ranks: by rank, None for a worker that nothing is known about."""
+        """The balancer of a changed world. previous_ranks: by new rank, None for a worker that has joined."""
         usual = math.fsum(self._hints) / len(self._hints)
         balancer = Balancer(
             len(previous_ranks),
@@ -285,9 +285,9 @@ class Balancer:
 
 
 def _with_idle(counts: Sequence[int], speeds: Sequence[float], turn: int = 0) -> tuple[int, ...]:
-    """Every idle worker takes one from the worker that would finish last, one that keeps some if there is one.
+    """Give each idle worker a micro-batch of the worker that would finish last, if possible of one that has several.
 
-    Where there are not enough for all idle workers, `turn` decides who comes first.
+    If there are not enough for all idle workers, `turn` decides which come first.
     """
     idle = [rank for rank, count in enumerate(counts) if count == 0]
     result = list(counts)

@@ -1,4 +1,4 @@
-"""El Che: how many batches each worker does between syncs, so that syncs cost little and nobody waits."""
+"""El Che: how many batches each worker runs between syncs, so that syncs cost little and no worker waits."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from paceline.plan.entries import Estimate, check_entries, check_time, from_entr
 from paceline.plan.shares import shares
 
 _LEAST_TARGET, _LARGEST_TARGET = 0.01, 0.5
-# Counts that would move by less stay as they are.
+# Counts change only if one would change by more than this fraction.
 _DEAD_BAND = 0.1
-# By how much the workers' mean may be faster than the slowest of them before syncs become more frequent for it.
+# The largest ratio of the workers' mean speed to the slowest; beyond it syncs become more frequent.
 _LARGEST_RATIO = 4
 
-# How fast a reading is followed, and which one is far off (DESIGN.md §4).
+# The range of the weight of a reading, and the ratio from which a reading is off.
 _LEAST_FACTOR, _LARGEST_FACTOR = 0.1, 0.8
 _JUMP = 1.5
 
@@ -29,9 +29,9 @@ _STATE = ("anchor", "ceiling", "batch_counts", "ms_per_batch")
 
 @dataclass(frozen=True)
 class Smoothed(Estimate):
-    """El Che's smoothing: the further off a reading, the faster it is followed; the first one is taken as it is.
+    """El Che's smoothing: the further a reading is from the value, the larger its weight. The first is the value.
 
-    A second reading in a row that is more than 1.5 times off, either way, replaces the value at once.
+    The second reading in a row that is off by more than a factor of 1.5, in either direction, replaces the value.
     """
 
     value: float
@@ -53,7 +53,7 @@ class Smoothed(Estimate):
 
 @dataclass(frozen=True)
 class Cadence:
-    """El Che's knobs, for any number of workers; see `ElChe`. With max_anchor=anchor the anchor is fixed."""
+    """El Che's settings, for any number of workers; see `ElChe`. With max_anchor=anchor the anchor is fixed."""
 
     anchor: int = setting("initial number of micro-batches of the slowest worker between exchanges", 10, least=1)
     overhead_target: float = setting("cost of an exchange, as a fraction of compute time", 0.1, least=0.01, most=0.5)
@@ -75,21 +75,21 @@ class Cadence:
         )
 
     def max_batches(self, num_workers: int) -> int:
-        """The most batches that all workers do between two syncs: a bound for what is exchanged about each."""
+        """An upper bound of the batches of all workers between two syncs."""
         return self.max_anchor * num_workers * _LARGEST_RATIO
 
 
 class ElChe:
-    """Batches per worker until the next sync. The slowest worker does `anchor` of them, faster ones more.
+    """Batches per worker until the next sync. The slowest worker runs `anchor` of them, faster ones more.
 
     A function of the reported times alone: workers that report the same readings have the same counts.
 
     Args:
-        anchor: batches of the slowest worker to start with, and the fewest that a cheap sync leads back to.
-        overhead_target: the sync's cost, as a part of the slowest worker's compute time, that the anchor grows to
-            keep; 0.01 to 0.5.
-        max_anchor: the most batches the slowest worker does without a sync; caps the initial anchor too.
-        max_batch_diff: by how many batches a worker may be ahead of the slowest at a sync; None for any number.
+        anchor: initial batches of the slowest worker between syncs, and the fewest while syncs are cheap.
+        overhead_target: largest cost of a sync, as a fraction of the slowest worker's compute time: the anchor grows
+            until syncs cost less. 0.01 to 0.5.
+        max_anchor: most batches of the slowest worker between syncs; caps the initial anchor too.
+        max_batch_diff: how many batches a worker may be ahead of the slowest at a sync; None for no limit.
         speed_hint: (slow_rank, ratio): every other worker is about `ratio` times as fast. Used until the first sync.
     """
 
@@ -162,15 +162,15 @@ class ElChe:
         return self._anchor * max(self._measured_ms()) if self.is_calibrated else 0.0
 
     def clamp_total(self, num_batches: int) -> tuple[int, ...]:
-        """The counts where only `num_batches` are left, as at an epoch's end: in the same proportions, some maybe 0."""
+        """The counts if only `num_batches` are left, as at an epoch's end: in the same proportions, possibly 0."""
         if num_batches < 0:
             raise ValueError(f"num_batches={num_batches} is negative: choose num_batches >= 0")
         return self._batch_counts if self.total_batches <= num_batches else shares(num_batches, self._batch_counts)
 
     def report_timing(self, compute_ms: Sequence[float], batches: Sequence[int], sync_ms: float | None) -> None:
-        """Take in a sync: each worker's compute time since the last one, the batches it did, and the sync's own time.
+        """Report a sync: each worker's compute time and batches since the last one, and the duration of the sync.
 
-        A worker that did no batch (0 ms, 0 batches) gives no reading; without a time of the sync the anchor stays.
+        A worker without a batch (0 ms, 0 batches) gives no reading. Without `sync_ms` the anchor stays.
         """
         self._check_report(compute_ms, batches, sync_ms)
         was_calibrated = self.is_calibrated
@@ -186,16 +186,16 @@ class ElChe:
         if slowest_ms and sync_ms is not None:
             self._tune_anchor(sync_ms / (self._anchor * slowest_ms))
         moves = [target - count for target, count in zip(self._unlimited_counts(), self._batch_counts, strict=True)]
-        # All or none, so that the proportions stay those of one measurement.
+        # All counts change or none, so that their proportions come from one measurement.
         if not was_calibrated or any(
             abs(move) > _DEAD_BAND * count for move, count in zip(moves, self._batch_counts, strict=True)
         ):
             self._batch_counts = self._proportional_counts()
 
     def nudge_anchor_down(self, factor: float) -> None:
-        """Sync more often at once, also below the initial anchor: replicas drift.
+        """Shrink the anchor, also below its initial value, because replicas drift apart.
 
-        The anchor may then grow by one per sync only: a dear sync would otherwise undo this at the next report.
+        Afterwards it grows by at most one per sync: otherwise an expensive sync would undo this at the next report.
         """
         if not 0 < factor < 1:
             raise ValueError(f"factor={factor} does not shrink the anchor: choose 0 < factor < 1")
@@ -203,7 +203,7 @@ class ElChe:
         self._batch_counts = self._proportional_counts()
 
     def regrouped(self, previous_ranks: Sequence[int | None]) -> ElChe:
-        """For other workers. previous_ranks: by rank, None for a worker that nothing is known about."""
+        """For a changed world. previous_ranks: by new rank, None for a worker that has joined."""
         regrouped = ElChe(
             len(previous_ranks),
             self._initial_anchor,
@@ -219,7 +219,7 @@ class ElChe:
         return regrouped
 
     def to_dict(self) -> dict[str, Any]:
-        """Knobs and state; to resume with another knob, replace its entry."""
+        """Settings and state; to resume with another setting, replace its entry."""
         return {
             "num_workers": self._num_workers,
             "initial_anchor": self._initial_anchor,
@@ -268,13 +268,13 @@ class ElChe:
         return [smoothed.value for smoothed in self._ms_per_batch if smoothed is not None]
 
     def _proportional_counts(self) -> tuple[int, ...]:
-        """Counts with which all finish together, unless that gives one a larger lead than `max_batch_diff`."""
+        """Counts with which all finish together, limited to a lead of `max_batch_diff`."""
         counts = self._unlimited_counts()
         most = max(counts) if self._max_batch_diff is None else min(counts) + self._max_batch_diff
         return tuple(min(count, most) for count in counts)
 
     def _unlimited_counts(self) -> list[int]:
-        """`anchor` batches of the slowest worker, no fewer of the others."""
+        """`anchor` batches for the slowest worker, at least as many for the others."""
         ms = self._measured_ms() if self.is_calibrated else [1 / speed for speed in self._hinted]
         return [round(self._anchor * max(ms) / own) for own in ms]
 

@@ -1,4 +1,4 @@
-"""An epoch as numbers: the order of its samples, its steps and micro-batches, and where in it a run stands.
+"""An epoch as numbers: the order of its samples, its steps and micro-batches, and a run's position in it.
 
 The order is a pure function of (length, seed, epoch): no library's random stream is involved, so it is the same in
 every process, after every resume and in every version, and any part of it can be computed without the rest.
@@ -19,17 +19,18 @@ from paceline.core.seeding import GOLDEN, MASK, Words, mix64_each
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 
-# Up to here an epoch is ordered by sorting hashes: uniform over all permutations for the tiniest lengths too, where
-# the halves of a Feistel network would be too small to mix. At the limit it costs some milliseconds and 512 KiB.
+# Epochs up to this length are ordered by sorting hashes: uniform over all permutations also for tiny lengths, where the
+# halves of a Feistel network would be too small to mix. At the limit this costs some milliseconds and 512 KiB.
 _MAX_SORTED = 1 << 16
-# Beyond, a Feistel network. Statistics of neighbours, fixed points and colliding halves tell it from random
-# permutations up to 4 rounds and no longer from 5 on; 8 leave a margin. An even number ends with the halves in place.
+# Longer epochs use a Feistel network. Up to 4 rounds, statistics of neighbours, fixed points and colliding halves
+# differ from those of random permutations; from 5 on they do not, and 8 leave a margin. An even number of rounds ends
+# with the halves in place.
 _ROUNDS = 8
 # Positions computed at once: NumPy's overhead per call is spread over many samples, and everything stays in cache.
 _BLOCK = 4096
 
 _STEP, _HALF = np.uint64(GOLDEN), np.uint64(32)
-# Micro-batches of a step: each has a place of its own in what workers exchange.
+# Of a step: each micro-batch has its own slot in the exchanged numbers.
 MAX_MICRO_BATCHES = 1 << 20
 
 
@@ -84,10 +85,10 @@ class Steps:
                 f"global_batch={self.global_batch}: choose global_batch <= {self.num_samples} or drop_last=False"
             )
 
-    # Cached, since they are asked for once per micro-batch.
+    # Cached: read once per micro-batch.
     @cached_property
     def num_steps(self) -> int:
-        """Steps in an epoch, of a strategy whose steps are all as large as the global batch; at least one."""
+        """Steps in an epoch if each has the size of the global batch; at least one."""
         return self.num_samples // self.global_batch if self.drop_last else -(-self.num_samples // self.global_batch)
 
     @cached_property
@@ -121,7 +122,7 @@ def _nearest_divisors(number: int, near: int) -> tuple[int, int]:
 class Position(NamedTuple):
     """Where a run is. Small, serialisable, independent of the number of workers.
 
-    `micro_batch` counts those of this epoch that are done, `step` the steps of the whole run.
+    `micro_batch`: completed micro-batches of this epoch. `step`: completed steps of the run.
     """
 
     epoch: int = 0
@@ -129,7 +130,7 @@ class Position(NamedTuple):
     step: int = 0
 
     def after_step(self, num_micro_batches: int, steps: Steps) -> Position:
-        """The position once a step of so many micro-batches is done; an epoch's last one leads to the next epoch."""
+        """The position after a step of `num_micro_batches`; an epoch's last step leads to the next epoch."""
         done = self.micro_batch + num_micro_batches
         if done > steps.num_micro_batches:
             raise ValueError(
@@ -141,7 +142,7 @@ class Position(NamedTuple):
         return Position(self.epoch, done, self.step + 1)
 
     def next_epoch(self) -> Position:
-        """The start of the next epoch, where this one turns out to be over."""
+        """The start of the next epoch, for a stream whose data has ended."""
         return Position(self.epoch + 1, 0, self.step)
 
     def to_dict(self) -> dict[str, int]:
@@ -198,7 +199,7 @@ class EpochOrder:
         return block[start - first : stop - first]
 
     def _load(self, start: int, stop: int) -> tuple[int, int, Indices]:
-        """The block that begins with the wanted positions; all positions where the epoch is small."""
+        """The block that begins with the wanted positions; all positions of a small epoch."""
         if not 0 <= start <= stop <= self._length:
             raise ValueError(
                 f"positions start={start}, stop={stop} are not in an epoch of {self._length} samples: "
@@ -217,9 +218,9 @@ class EpochOrder:
         return first, last, self._permute(positions)
 
     def _permute(self, positions: Words) -> Indices:
-        """The network permutes a rows * b columns >= length: who lands outside of range(length) goes through it again.
+        """Cycle walking: the network permutes range(a * b), and results outside of range(length) go through it again.
 
-        That ends, since a cycle leads back to where it started; and it is rare, since fewer than a places are outside.
+        This ends, since a cycle leads back to its start. It is rare, since fewer than `a` numbers are outside.
         """
         indices = self._network(positions)
         while (outside := np.flatnonzero(indices >= np.uint64(self._length))).size:

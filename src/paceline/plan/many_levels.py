@@ -24,7 +24,7 @@ from paceline.plan.balance import (
 
 
 class ManyLevels(Levels):
-    """The same, to the bit, as arrays. Whatever is not the usual case is computed by `Steady`."""
+    """`Levels` as arrays, bitwise equal. Unusual cases are computed by `Steady`."""
 
     def __init__(self, times: Sequence[Steady | None]) -> None:
         num = len(times)
@@ -99,7 +99,7 @@ class ManyLevels(Levels):
             total = _clamped(off[1] / scale, SIGMAS)
             for number in range(1, window):
                 total = total + _clamped(off[0][:, -number] / scale, SIGMAS)
-            # This sum is rounded otherwise than `Steady`'s: what is close is left to it.
+            # This sum is rounded differently from `Steady`'s, which therefore decides close cases.
             is_change |= (count > window) & (num_recent + 1 >= window) & (np.abs(total) > limit - 1e-9)
         after = {"level": level, "mean": mean, "count": count, "variance": variance, "covariance": covariance}
         return after | {"num_readings": before["num_readings"] + 1}, is_change

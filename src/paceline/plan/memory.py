@@ -37,7 +37,7 @@ class StateSize:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes on one worker. Gradients are those of one micro-batch. activations: None if they are not known yet."""
+    """Bytes on one worker. gradients: of one micro-batch. activations: None if they are not known yet."""
 
     weights: int
     gradients: int
@@ -104,29 +104,3 @@ def chunk_numel(num_parameters: int, num_workers: int, at_most: int) -> int:
 
 def gigabytes(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.3g} MB"
-
-
-MODELS = {"124M": 124_000_000, "1.3B": 1_300_000_000, "7B": 7_000_000_000}
-DEVICES_GB = (8, 24, 80)
-# What is left of a device for the framework's own memory and the smallest useful activations.
-USABLE = 0.85
-
-
-def table() -> list[str]:
-    """The table of docs/memory.md, in Markdown: what fits on one of several devices, with AdamW."""
-    lines = [
-        "| parameters | workers | weights | whole state | divided state | fits on |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for name, count in MODELS.items():
-        for workers in (1, 2, 4, 8):
-            for weight, label in ((4, "float32"), (2, "bf16, float32 masters")):
-                size = StateSize(count, weight, num_workers=workers, master_weights=weight == 2)
-                whole, divided = memory_of(size), memory_of(replace(size, shard="optimizer"))
-                best = divided if workers > 1 else whole
-                fits = [f"{gb} GB" for gb in DEVICES_GB if best.total <= USABLE * gb * 1e9]
-                lines.append(
-                    f"| {name} | {workers} | {label} | {gigabytes(whole.total)} | "
-                    f"{gigabytes(divided.total) if workers > 1 else '-'} | {', '.join(fits) or 'none'} |"
-                )
-    return lines

@@ -1,12 +1,12 @@
-"""Predicts how fast workers train together from what was measured of each. Arithmetic only.
+"""Predicts how fast workers train together from measurements of each one. Arithmetic only.
 
-Workers wait for each other in the exchange. From one to the next, a step takes what the slowest worker needs for its
-update and its micro-batches, plus what they leave uncovered of the exchange:
+Workers wait for each other in the exchange. A step takes the time of the slowest worker's update and micro-batches,
+plus the part of the exchange that does not overlap with them:
 
     step_s = E[max((rest_s[i] + share[i] * micro_batch_s[i]) * slowdown[i])] + exposed_exchange_s
 
-E is the expected value: times vary from step to step, and another worker may be the slowest each time. The shares are
-those that the planner would choose, in whole micro-batches. docs/plan.md explains every term.
+E is the expected value: times vary, and another worker may be the slowest in each step. The shares are the ones that
+the planner would choose, in whole micro-batches. docs/plan.md explains every term.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from dataclasses import dataclass, field, replace
 from paceline.plan.cadence import Cadence
 from paceline.plan.shares import shares
 
-# What the predictions were off by where they were compared with runs (`python -m bench plan`).
+# The error of predictions that were compared with runs (`python -m bench plan`).
 MODEL_ERROR = 0.05
-# What a device's given factor may be off by.
+# The error of a device's factor given by the user.
 FACTOR_ERROR = 0.1
-# Of a micro-batch's time, backward's part: an exchange can begin when backward has completed the first gradients.
+# Backward's part of a micro-batch: an exchange can begin when backward has completed the first gradients.
 BACKWARD_PART = 0.6
-# Of what a link is sold as, what TCP delivers as payload.
+# TCP payload as a part of a link's nominal bandwidth.
 TCP_PART = 0.94
 # Gradients are exchanged in buckets of this size.
 BUCKET_BYTES, GPU_BUCKET_BYTES = 8 << 20, 32 << 20
-# What a call of the exchange costs beside its bytes.
+# The fixed cost of a call of the exchange.
 CALL_S = 1e-4
-LATENCY_S = 1e-4  # of a message on a link that nobody has measured
+LATENCY_S = 1e-4  # of a message on a link that was not measured
 _LIKE = "#"  # before the number of another machine of the same kind
 _SETTLING_REPORTS = 100  # after which a cadence has found its level
 # Of a normal distribution: its standard deviation over half of its interquartile range, how many standard deviations
@@ -43,11 +43,11 @@ _SIGMA, _REACH, _POINTS = 1.4826, 5.0, 100
 class Device:
     """One worker's device, measured alone on its host.
 
-    micro_batch_s: seconds per micro-batch, including the wait for its data, data_s. rest_s: seconds per step beside
+    micro_batch_s: seconds per micro-batch, including the wait for its data, data_s. rest_s: seconds per step outside
     micro-batches and exchange, such as the optimizer's. host: its machine's name. cores: how many of its host's cores
-    it keeps busy while it computes, for a CPU worker one per thread, or its quota; 0 for a GPU. spread: how far
-    the times of steps lay apart, half of their interquartile range relative to micro_batch_s. uncertainty: by how much
-    a speed that nobody has measured may be off.
+    it keeps busy while it computes, for a CPU worker one per thread, or its quota; 0 for a GPU. spread: half of the
+    interquartile range of step times, relative to micro_batch_s. uncertainty: the relative error of a speed that was
+    not measured.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Device:
         )
 
     def scaled(self, name: str, factor: float, host: str | None = None) -> Device:
-        """A device that nobody has measured, `factor` times as fast as this one."""
+        """A device that was not measured, `factor` times as fast as this one."""
         if not 0 < factor < math.inf:
             raise ValueError(f"factor={factor} of {name}: choose how fast it is relative to {self.name}, such as 0.4")
         return Device(
@@ -100,7 +100,7 @@ class Exchange:
 
     @classmethod
     def fitted(cls, seconds: float, num_workers: int, num_bytes: float) -> Exchange:
-        """From one measurement, which does not tell calls from bytes: bytes take all of it beyond CALL_S."""
+        """From one measurement. It cannot separate calls from bytes: all beyond CALL_S counts as bytes."""
         part = 2 * (num_workers - 1) / num_workers
         call_s = min(CALL_S, seconds / 2 / (num_workers - 1))
         left_s = seconds - (num_workers - 1) * call_s
@@ -123,9 +123,9 @@ class Host:
     exchange: Exchange = Exchange()
 
     def slowdowns(self, demands: Sequence[float]) -> list[float]:
-        """Factors on the times of workers that keep so many cores busy at once.
+        """The factors by which workers slow down that keep so many cores busy at the same time.
 
-        Cores are divided fairly: who needs less than an equal part gets all of it, the others divide what is left.
+        Cores are divided fairly: a worker that needs less than an equal part gets it, the others divide the rest.
         """
         granted = _fair_parts(self.cores, demands)
         busy = sum(granted)
@@ -149,12 +149,12 @@ class Link:
 
     @classmethod
     def sold_as(cls, bits_per_s: float) -> Link:
-        """A link that nobody has measured."""
+        """A link of this nominal bandwidth that was not measured."""
         return cls(TCP_PART * bits_per_s / 8, LATENCY_S)
 
     @classmethod
     def fitted(cls, num_hosts: int, num_bytes: float, seconds: float, least_s: float) -> Link:
-        """From the seconds of an all-reduce of so many bytes, and of one of next to nothing."""
+        """From the seconds of an all-reduce of `num_bytes`, and `least_s` of a tiny one."""
         latency_s = least_s / (2 * (num_hosts - 1))
         return cls(2 * (num_hosts - 1) / num_hosts * num_bytes / max(seconds - least_s, 1e-9), latency_s)
 
@@ -166,7 +166,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Averaging:
-    """Replicas are averaged every so many steps, in so many bytes; with `overlap` they train on meanwhile."""
+    """Averaging every `every` steps. transfer_part: bytes sent, relative to gradients. overlap: training continues."""
 
     every: int = 32
     transfer_part: float = 1.0
@@ -177,10 +177,9 @@ class Averaging:
 class Workload:
     """What is trained. gradient_bytes: exchanged per step. num_samples: per epoch, None if unknown.
 
-    overlap: buckets of bucket_bytes leave during the last micro-batch's backward.
-
-    stall_s: how long training waits for a checkpoint, every `save_every` steps. read_s: with a dispatched feed, the
-    seconds that rank 0 takes to read a micro-batch for another worker.
+    overlap: buckets of bucket_bytes are sent during the last micro-batch's backward. stall_s: how long training waits
+    for a checkpoint, every `save_every` steps. read_s: with a dispatched feed, the seconds that rank 0 takes to read a
+    micro-batch for another worker.
     """
 
     num_micro_batches: int
@@ -204,7 +203,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Hardware:
-    """Hosts by name, and the link between them. A host that is not described has cores for everyone."""
+    """Hosts by name, and the link between them. A host without an entry has enough cores for all its workers."""
 
     hosts: Mapping[str, Host] = field(default_factory=dict)
     link: Link | None = None
@@ -220,11 +219,11 @@ def like(host: str, number: int) -> str:
 
 @dataclass(frozen=True)
 class Prediction:
-    """samples_per_s lies between low and high. slowed: the devices as fast as they are in company.
+    """samples_per_s lies between low and high. slowed: the devices with their times under contention.
 
-    shares: micro-batches per step by worker; with a cadence, per exchange.
-    efficiency: relative to the sum of the devices' speeds alone. limit: what costs most of the rest: "compute",
-    "whole micro-batches", "noise", "exchange", "shared cores", "data", or "checkpoints".
+    shares: micro-batches per step by worker; with a cadence, per exchange. efficiency: relative to the sum of the
+    devices' speeds alone. limit: the largest loss: "compute", "whole micro-batches", "noise", "exchange", "shared
+    cores", "data", or "checkpoints".
     """
 
     devices: tuple[Device, ...]
@@ -245,7 +244,7 @@ class Prediction:
 def predict(workload: Workload, devices: Sequence[Device], hardware: Hardware | None = None) -> Prediction:
     """The steady state of one worker on each device, by rank."""
     if not devices:
-        raise ValueError("nobody trains: give at least one device")
+        raise ValueError("devices is empty: give at least one device")
     hardware = hardware or Hardware()
     hosts: dict[str, list[int]] = {}
     for rank, device in enumerate(devices):
@@ -260,7 +259,7 @@ def predict(workload: Workload, devices: Sequence[Device], hardware: Hardware | 
 
 @dataclass(frozen=True)
 class _Costs:
-    """Seconds of an exchange, and what is left of it when the last micro-batch's backward has ended."""
+    """Seconds of an exchange, and the part of it after the last micro-batch's backward."""
 
     exchange_s: float
     exposed_s: float
@@ -277,7 +276,7 @@ class _Plan:
 
 
 def _slowed(devices: Sequence[Device], hosts: Mapping[str, Sequence[int]], hardware: Hardware) -> list[Device]:
-    """The devices as fast as they are when all of them work. hosts: the ranks of each."""
+    """The devices with their times while all of them work. hosts: ranks by name."""
     slowed = list(devices)
     for name, ranks in hosts.items():
         computing = [rank for rank in ranks if devices[rank].cores]
@@ -347,9 +346,9 @@ def _busy(counts: Sequence[int], devices: Sequence[Device]) -> list[float]:
 
 
 def _noise_s(busy_s: Sequence[float], devices: Sequence[Device]) -> float:
-    """By how much the mean of the largest exceeds the largest mean, of independent, normally distributed times.
+    """The mean of the largest of independent, normally distributed times, minus the largest of their means.
 
-    The largest of several times exceeds x unless none of them does: its mean is the integral of that probability.
+    The largest exceeds x unless none of them does. The integral of that probability is its mean.
     """
     times = Counter((t, _SIGMA * device.spread * t) for t, device in zip(busy_s, devices, strict=True))
     first, last = max(t - _REACH * sigma for t, sigma in times), max(t + _REACH * sigma for t, sigma in times)

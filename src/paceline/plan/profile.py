@@ -1,4 +1,4 @@
-"""Profiles: what was measured of a model on a machine, as JSON that can be combined with other machines' profiles."""
+"""Profiles: measurements of a model on a machine, as JSON that can be combined with other machines' profiles."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Profile:
-    """A machine's devices, measured alone, and what they cost each other when they train together.
+    """A machine's devices, measured alone, and how much they slow each other down when they train together.
 
-    counts: how many of each device there are. num_samples and epochs: of the run, for times per epoch and run; None if
-    unknown. link: between the machines of the world in which it was measured, None if that was one.
+    counts: the number of devices of each kind. num_samples and epochs: of the run, for times per epoch and run; None if
+    unknown. link: between the machines, if it was measured in a world of several.
     """
 
     subject: Subject
@@ -98,7 +98,7 @@ class Profile:
         return Host(self.cores, self.contention, self.exchange)
 
     def with_company(self, together: StepTimes, devices: Sequence[Device]) -> Profile:
-        """Learn from a world of several workers of this machine, on these devices, what they cost each other."""
+        """With the contention and exchange of a world of several workers on these devices of this machine."""
         if len(devices) < 2:
             return self
         slowdowns = [
@@ -118,7 +118,7 @@ class Profile:
         crowding = max(1.0, sum(device.cores for device in devices) / self.cores) if self.cores else 1.0
         exchange = Exchange.fitted(together.exchange_s / crowding, len(devices), self.subject.gradient_bytes)
         own = self.devices
-        if contention < 0:  # nobody is faster in company: the machine was, and both readings count
+        if contention < 0:  # others make no worker faster: the machine's speed has changed, and both readings count
             factor, contention = (1 + statistics.fmean(slowdowns) / statistics.fmean(crowded)) / 2, 0.0
             own = tuple(device.slowed(factor) for device in own)
         return replace(self, devices=own, contention=contention, exchange=exchange)
@@ -130,7 +130,7 @@ class Profile:
         raise ValueError(f"{self.host} has no device {name!r}: it has {', '.join(d.name for d in self.devices)}")
 
     def renamed(self, name: str) -> Profile:
-        """The same machine under another name, which is also its device's; further kinds of devices get a number."""
+        """The same machine with this name for it and its device; further kinds of devices get a number."""
         devices = tuple(
             replace(device, name=name if number == 0 else f"{name}-{number + 1}", host=name)
             for number, device in enumerate(self.devices)
@@ -184,14 +184,14 @@ def check_combinable(own: Profile, others: Sequence[Profile]) -> None:
 
 
 def _others(cores: float, devices: Sequence[Device]) -> list[float]:
-    """The cores that others keep busy, for each worker: what its contention is counted in."""
+    """For each worker: the cores that others keep busy, the unit of its contention."""
     one_each = Host(cores, contention=1.0).slowdowns([device.cores for device in devices])
     none = Host(cores).slowdowns([device.cores for device in devices])
     return [with_others / without - 1 for with_others, without in zip(one_each, none, strict=True)]
 
 
 def _mean(readings: Sequence[float]) -> float:
-    """Without the tenth at either end, where other work on the machine shows. Unlike medians, means add up."""
+    """Without the lowest and the highest tenth, which show other load on the machine. Unlike medians, means add up."""
     few = len(readings) // 10
     return statistics.fmean(sorted(readings)[few : len(readings) - few]) if readings else 0.0
 

@@ -1,7 +1,7 @@
-"""Which worker keeps and updates which part of the model, where that is divided among the workers.
+"""Which worker keeps and updates which part of a model that is divided among the workers.
 
-Parameters are cut at fixed places, multiples of SEGMENT_NUMEL, whatever the workers: norms are computed by segment, so
-the norm of a parameter does not depend on who owns which part of it.
+Parameters are cut at multiples of SEGMENT_NUMEL on any number of workers. Norms are computed by segment, so the norm of
+a parameter does not depend on the division.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def cut(
 ) -> list[Chunk]:
     """Chunks of about `chunk_numel` elements, held in proportion to the weights. A weight of 0 holds nothing.
 
-    sizes: in the order in which chunks are to be exchanged. copies: holders of each chunk, as far as there are so many
-    workers. loads: elements that the workers hold already. first: the number of the first parameter.
+    sizes: in the order in which chunks are to be exchanged. copies: holders of each chunk, at most all workers. loads:
+    elements that each worker already holds. first: the number of the first parameter.
     """
     loads = list(loads) or [0] * len(weights)
     able = [rank for rank, weight in enumerate(weights) if weight > 0]

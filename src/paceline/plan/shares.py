@@ -1,4 +1,4 @@
-"""Who takes how many of a step's micro-batches: a pure function of their number and the workers' speeds."""
+"""Divides a step's micro-batches among the workers: a pure function of their number and the workers' speeds."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TypeAlias
 import numpy as np
 
 # From this number of workers on, arrays are faster than loops, and floating point is tried before exact arithmetic.
-# Differences that are larger than _SURE, relatively, are not its errors. It gives out at most _NEXT of the last
-# micro-batches to one worker.
+# Relative differences above _SURE are no rounding errors. It gives at most _NEXT of the last micro-batches to one
+# worker.
 MANY, _SURE, _NEXT = 64, 1e-9, 4
 
 # The micro-batch numbers of a step, by rank.
@@ -30,7 +30,7 @@ def shares(num_micro_batches: int, speeds: Sequence[float], delays: Sequence[flo
     return _shares(num_micro_batches, tuple(speeds), tuple(delays))
 
 
-# Speeds settle, so most steps ask what was asked before.
+# Speeds settle, so most calls repeat an earlier one.
 @lru_cache(maxsize=256)
 def _shares(num_micro_batches: int, speeds: tuple[float, ...], delays: tuple[float, ...]) -> tuple[int, ...]:
     if num_micro_batches < 0:
@@ -40,10 +40,10 @@ def _shares(num_micro_batches: int, speeds: tuple[float, ...], delays: tuple[flo
     exact_speeds, speed_unit = _integers("speed", speeds)
     exact_delays, delay_unit = _integers("delay", delays or (0.0,) * len(speeds))
     if not any(exact_speeds):
-        raise ValueError(f"speeds {speeds} give nobody a share: choose at least one speed above 0")
+        raise ValueError(f"speeds {speeds} give no worker a share: choose at least one speed above 0")
     one = speed_unit * delay_unit  # one micro-batch, in units of delay times speed
-    # Whoever can finish one more by the time at which all would finish if micro-batches could be divided, takes it:
-    # only fewer than len(speeds) are then left to give out, each to the worker who would finish it first, ties to the
+    # Each worker first takes what it can finish by the time at which all would finish if micro-batches could be
+    # divided. Fewer than len(speeds) are then left. Each goes to the worker that would finish it first, ties to the
     # faster worker (the slower one then ends earlier).
     end, end_unit = _divisible_end(num_micro_batches * one, exact_speeds, exact_delays)
     counts = [
@@ -92,7 +92,7 @@ def _quick_shares(
 
 
 class _Moment:
-    """A fraction. It is compared only where the nearest floats are equal, since rounding keeps the order."""
+    """A fraction. It is compared only if the nearest floats are equal, since rounding keeps the order."""
 
     __slots__ = ("above", "below")
 
@@ -139,7 +139,7 @@ def owner(plan: Plan, number: int) -> int:
 
 
 def _divisible_end(amount: int, speeds: Sequence[int], delays: Sequence[int]) -> tuple[int, int]:
-    """When all would finish if micro-batches could be divided, as a fraction; who is delayed beyond takes no part."""
+    """When all would finish if micro-batches could be divided, as a fraction. Workers with longer delays get none."""
     total_speed, head_start = 0, 0
     for delay, speed in sorted((delay, speed) for delay, speed in zip(delays, speeds, strict=True) if speed):
         if total_speed and delay * total_speed >= amount + head_start:

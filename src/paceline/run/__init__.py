@@ -1,1 +1,1 @@
-"""A run: one worker's replica and its loop, and around them how workers are launched, saved and evaluated."""
+"""A run: a worker's replica and loop, and around them launching, saving, evaluation and changes of the workers."""

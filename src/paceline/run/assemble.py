@@ -60,7 +60,7 @@ logger = logging.getLogger("paceline")
 
 @dataclass(frozen=True)
 class WeightByModel:
-    """In place of a weight_fn: a function that finds it once the model is built. None: weight by samples."""
+    """A weight_fn that depends on the model: `find(model)` returns it, or None to weight by samples."""
 
     find: Callable[[Any], Callable[[Any], int] | None]
 
@@ -77,7 +77,7 @@ def assemble(
     checkpoints: Checkpoints | None = None,
     init_from: str | PathLike[str] | None = None,
 ) -> Run:
-    """Check what can be checked, connect the workers and build the run. After a failure nothing is left behind."""
+    """Check the settings, connect the workers and build the run. On failure all resources are released."""
     steps = config.steps_of_stream() if isinstance(data, IterableStream) else config.steps_of(len(data))
     config.check_workers(world.size)
     membership = Membership.from_environment()
@@ -93,7 +93,7 @@ def assemble(
             torch.cuda.set_device(world.device)
         stack.enter_context(process_settings(world, exact=config.exact, threads=config.runtime.threads))
         communicator = _connect(config, world, membership)
-        # As many as at the start, also for a worker that joins later: all workers exchange buffers of one size.
+        # From the number of workers at the start, also in a worker that joins later: buffers have the same size on all.
         max_micro_batches = config.max_micro_batches(world.size if membership is None else membership.first_size)
         world, can_change = communicator.world, membership is not None
         stack.callback(communicator.close)
@@ -187,14 +187,14 @@ def _connect(config: RunConfig, world: World, membership: Membership | None) -> 
 
 
 def _elastic_link(communicator: ElasticCommunicator, world: World, timeout_s: float, join_timeout_s: float) -> Link:
-    """A link that ends with the generation in which it was made."""
-    link = make_link(world, timeout_s, join_timeout_s, communicator.meeting_point())
+    """A link that is aborted when the current generation ends."""
+    link = make_link(world, timeout_s, join_timeout_s, communicator.rendezvous_point())
     communicator.abort_with(link.abort)
     return link
 
 
 def _lane(world: World, membership: Membership | None) -> World:
-    """The world by which the timeline names this worker's file. Ranks may change, and a newcomer has none yet."""
+    """The world that names this worker's timeline file. Ranks may change, and a worker that joins has none yet."""
     if membership is None:
         return world
     return replace(world, rank=membership.number, size=max(world.size, membership.number + 1))

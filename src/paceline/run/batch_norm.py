@@ -20,7 +20,7 @@ def batch_norm_in_training(model: Any) -> str | None:
 
 
 def explain_one_sample_tail(model: Any, steps: Steps) -> Callable[[], None]:
-    """Hooks that explain why BatchNorm cannot normalise a micro-batch of one sample. Returns what removes them."""
+    """Add hooks that explain why BatchNorm cannot normalise a micro-batch of one sample. Returns their remover."""
 
     def check(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         x = inputs[0]

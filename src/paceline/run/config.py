@@ -21,7 +21,7 @@ Strategy: TypeAlias = Literal["gradients", "slow link"] | Gradients | Cadence | 
 class RunConfig:
     """The settings of a run, after `data` was adopted: loading.feed and loading.readers have values.
 
-    Checks here need no data and no workers. `check_workers` and `steps_of` check the rest.
+    The constructor makes the checks that need no data and no workers, `check_workers` and `steps_of` the others.
     """
 
     global_batch: int | None = setting("samples per optimizer step, over all workers", None, course=True)
@@ -56,7 +56,7 @@ class RunConfig:
         if self.balancing.shares != "measured" and replace(self.balancing, shares="measured") != Balancing():
             raise ValueError(
                 "speed_hints, replan_after and replan_every would be ignored, since shares is not 'measured': leave "
-                "one of them out"
+                "them out, or choose shares='measured'"
             )
 
     def _check_strategy(self) -> None:
@@ -110,7 +110,7 @@ class RunConfig:
                 )
 
     def steps_of(self, num_samples: int) -> Steps:
-        """How an epoch is cut into steps. With a cadence, whose steps vary, only the micro-batches count."""
+        """How an epoch is cut into steps. With a cadence, whose steps vary, only its micro-batches are meaningful."""
         global_batch = self.global_batch if self.global_batch is not None else self.micro_batch
         assert global_batch is not None
         return Steps(num_samples, global_batch, self.micro_batch or global_batch, self.batching.drop_last)
@@ -142,7 +142,7 @@ class RunConfig:
         return 1 if size is None else size // (self.micro_batch or self.global_batch or 1)
 
     def check_workers(self, num_workers: int) -> None:
-        """Check that settings with one number per worker have as many numbers as the world has workers."""
+        """Check the length of settings with one number per worker."""
         values = {
             "shares": self.balancing.shares,
             "speed_hints": self.balancing.speed_hints,

@@ -65,9 +65,9 @@ def socket_path(run_folder: Path) -> Path:
 class ControlServer:
     """Listens at `path` from construction to the end of the `with` block, in a daemon thread.
 
-    The functions are called in that thread. `status` returns the run's status as JSON values. `save` and `stop` request
-    it and return immediately, as does `leave` for a rank; what they return is part of the reply, as is the text of an
-    exception. `abort` is called after its reply was sent, and need not return. `OSError` if the socket cannot be
+    The functions are called in that thread. `status` returns the run's status as JSON values. `save`, `stop`, and
+    `leave` with a rank, make a request and return immediately. Their results and the text of an exception are part of
+    the reply. `abort` is called after the reply was sent, and need not return. `OSError` if the socket cannot be
     created. The folder of `path` belongs to the server, which replaces the socket of an earlier server in it.
     """
 
@@ -191,7 +191,7 @@ def ask(path: Path, request: Mapping[str, Any], timeout_s: float = 5.0) -> dict[
     return dict(reply)
 
 
-def end_at_once(rank: int) -> NoReturn:
+def exit_immediately(rank: int) -> NoReturn:
     """Exit this process immediately. Its agent, if it has one, ends the other workers and does not restart them."""
     if heard := os.environ.get(HEARD_VARIABLE):
         with suppress(OSError, ValueError):
@@ -201,7 +201,7 @@ def end_at_once(rank: int) -> NoReturn:
 
 
 def _open_socket(path: Path) -> socket.socket:
-    """A listening socket at `path`, in a private folder. What an earlier run left there is removed."""
+    """A listening socket at `path`, in a private folder. The socket of an earlier run is removed."""
     folder = path.parent
     folder.parent.mkdir(parents=True, exist_ok=True)
     if folder.is_dir() and not folder.is_symlink() and folder.lstat().st_uid == os.geteuid():

@@ -18,7 +18,7 @@ def process_settings(world: World, *, exact: bool, threads: int | None) -> ExitS
     """Apply the settings. Closing the returned stack restores the previous ones.
 
     Exact mode fixes the number of CPU threads (default: 1), because it determines how sums are split. Otherwise the
-    workers of a host divide its cores; a worker that is alone on its host keeps its number of threads.
+    workers of a host divide its cores; the only worker of a host keeps its number of threads.
     """
     # Not a generator-based context manager: one that is never closed raises at interpreter exit.
     before = ExitStack()
@@ -46,8 +46,8 @@ def _use_deterministic_kernels(before: ExitStack) -> None:
         # Filling only helps to find reads of uninitialized memory. It takes 6 of 80 ms in a step of GPT-2 on an H200.
         (torch.utils.deterministic, "fill_uninitialized_memory", False),
         (torch.backends.cudnn, "benchmark", False),
-        # Compiled matrix products are padded to aligned sizes where that is measured to be faster, so not at all in
-        # deterministic mode: GPT-2's vocabulary of 50,257 then takes 37 of 119 ms on an H200.
+        # torch.compile pads matrix products to aligned sizes only after a benchmark, which deterministic mode skips:
+        # GPT-2's vocabulary of 50,257 then takes 37 of 119 ms on an H200.
         (compiler, "force_shape_pad", True),
     ]
     for owner, name, value in settings:

@@ -59,7 +59,7 @@ class Tally:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        # A GPU's numbers are read some steps late, without waiting for the device.
+        # A GPU's numbers are read some steps later, without waiting for the device.
         self._records = DeferredReader(self._read, GPU_LAG_STEPS if run.world.device.type == "cuda" else 0)
         self._micro_batch_s: defaultdict[int, float] = defaultdict(float)  # as last measured, by rank
         self.begin()
@@ -84,7 +84,7 @@ class Tally:
     def add(self, record: StepRecord) -> None:
         # When exact mode repeats a step, its micro-batches are noted again: only the last repetition counts.
         rank, shares = self._run.world.rank, record.shares
-        # A step that another worker completed may have had more or fewer workers.
+        # A step completed by another worker may have had more or fewer workers.
         own_micro_batches = shares[rank] if rank < len(shares) else len(self._noted)
         for scalars, weight in self._noted[-own_micro_batches:] if own_micro_batches else ():
             for name, value in scalars.items() if weight else ():
@@ -113,7 +113,7 @@ class Tally:
         )
 
     def _speed(self, rank: int) -> float:
-        """Micro-batches per second while computing; the last known speed if it computed none in this epoch."""
+        """Micro-batches per second while computing; the last known speed if it had none in this epoch."""
         if self._measured_counts[rank]:
             return self._measured_counts[rank] / self._compute_s[rank]
         return ratio(1, self._micro_batch_s[rank])

@@ -19,7 +19,7 @@ _PROBE_SHAPE = (32, 32)
 
 
 def memory_report(run: Run, num_workers: int | None = None) -> MemoryReport:
-    """What this worker needs. Can be called before the first step. num_workers: of another world, for a forecast."""
+    """The memory of this worker, also before the first step. num_workers: of another world, to predict its memory."""
     config, replica, world = run.config, run.loop.replica, run.world
     trained = list(replica.parameters.values())
     count = sum(p.numel() for p in trained)
@@ -73,7 +73,7 @@ def _probe(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
     try:
         trial = make([parameter], **settings)
         trial.step()
-    except Exception as error:  # an optimizer of the user's, with a constructor of its own
+    except Exception as error:  # a user's optimizer with another constructor
         logger.info("the memory of %s's state is not known: %s", type(optimizer).__name__, error)
         return 0.0
     state = [v for v in trial.state[parameter].values() if isinstance(v, torch.Tensor) and v.shape == _PROBE_SHAPE]

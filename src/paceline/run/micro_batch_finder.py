@@ -27,14 +27,14 @@ from paceline.run.step.replica import OptimizerFactory, Replica
 
 # A size is timed twice for about this long; the better time counts.
 TURN_S = 0.05
-# Sizes whose best reading is this close to the fastest take another turn, round by round: a burst of other work spoils
-# single readings, so that one of them must not decide.
+# In each round, sizes whose best reading is within this factor of the fastest are timed again: a burst of other load
+# can spoil a single reading.
 ROUNDS = (2.0, 1.5, 1.2, 1.15, 1.15)
 # A smaller micro-batch that is at most this much slower is preferred: it leaves memory and divides more finely.
 TOLERANCE = 1.02
-# Larger sizes are not tried after two in a row that are this much slower than the fastest, measured again.
-HOPELESS = 1.5
-# Of a GPU's memory, what training needs beside what was tried: fragments, buckets of the exchange.
+# Larger sizes are not tried after two consecutive ones that are this much slower than the fastest, measured again.
+TOO_SLOW = 1.5
+# The part of a GPU's memory that training needs besides: fragments, buckets of the exchange.
 RESERVE = 0.05
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -62,7 +62,7 @@ class FoundMicroBatch:
 
 
 def candidates(global_batch: int) -> list[int]:
-    """Powers of two and the numbers in the middle between two of them, where they divide the global batch."""
+    """The powers of two, and the numbers halfway between two of them, that divide the global batch."""
     powers = [1 << exponent for exponent in range(global_batch.bit_length())]
     sizes = {*powers, *(3 * power // 2 for power in powers if power > 1), global_batch}
     return sorted(size for size in sizes if global_batch % size == 0)
@@ -106,7 +106,7 @@ class Trials:
         try:
             return self._turn(size)
         except RuntimeError as error:
-            # The CPU's allocator raises no error of its own kind.
+            # The CPU's allocator raises a plain RuntimeError.
             if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
                 raise
         # Outside of `except`, where the error would keep the failed attempt's tensors alive.
@@ -165,7 +165,7 @@ class Trials:
 def replica_for_trials(
     model: Callable[[], Any], optimizer: OptimizerFactory, world: World, exact: bool, runtime: Runtime
 ) -> Iterator[tuple[Replica, Communicator]]:
-    """A replica of its own, as a run would have it, and the workers' connection. Both are gone after the block."""
+    """A new replica, as in a run, and the workers' communicator. Both are closed after the block."""
     with ExitStack() as stack:
         if world.device.type == "cuda":
             torch.cuda.set_device(world.device)
@@ -178,7 +178,7 @@ def replica_for_trials(
 
 
 def try_sizes(sizes: Sequence[int], seconds_per_sample: Callable[[int], float | None]) -> dict[int, float | None]:
-    """Seconds per sample of each size that was tried, ascending, up to the first that does not fit or pay."""
+    """Seconds per sample of each tried size, in ascending order, up to the first that does not fit or is too slow."""
     readings: dict[int, list[float]] = {}
     too_large: list[int] = []
 
@@ -192,17 +192,17 @@ def try_sizes(sizes: Sequence[int], seconds_per_sample: Callable[[int], float | 
     def best(size: int) -> float:
         return min(readings[size])
 
-    num_hopeless = 0
+    num_too_slow = 0
     for size in sizes:
         take_turns([size])
         if too_large:
             break
         fastest = min(readings, key=best)
-        if best(size) > HOPELESS * best(fastest):
+        if best(size) > TOO_SLOW * best(fastest):
             take_turns([fastest, size])
-        is_hopeless = best(size) > HOPELESS * statistics.median(readings[fastest])
-        num_hopeless = num_hopeless + 1 if is_hopeless else 0
-        if num_hopeless == 2:
+        is_too_slow = best(size) > TOO_SLOW * statistics.median(readings[fastest])
+        num_too_slow = num_too_slow + 1 if is_too_slow else 0
+        if num_too_slow == 2:
             break
     for number, limit in enumerate(ROUNDS if readings else ()):
         least_s = min(map(best, readings))

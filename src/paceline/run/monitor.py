@@ -22,7 +22,7 @@ from paceline.observe.metrics import SAMPLES, MetricsWriter, read_curves
 from paceline.observe.progress import Progress
 from paceline.observe.rates import Rates
 from paceline.observe.run_files import RunFiles, note_total_steps, write_json
-from paceline.run.control import ControlServer, end_at_once, socket_path
+from paceline.run.control import ControlServer, exit_immediately, socket_path
 from paceline.run.launching.output import show_output
 from paceline.run.run import Run
 from paceline.run.step.record import StepRecord
@@ -37,8 +37,8 @@ class MonitorSettings:
     """What is shown and recorded, and how often.
 
     has_tokens: weights are tokens. make_loggers: called with the run's files and the number of completed steps. plot:
-    draws the run's metrics into a file; returns the reason if it cannot. is_resumed: the user asked for it, with or
-    without a checkpoint. live_file: see `Progress`.
+    draws the run's metrics into a file; returns the reason if it cannot. is_resumed: the user requested to resume, with
+    or without a checkpoint. live_file: see `Progress`.
     """
 
     total_steps: int | None
@@ -56,7 +56,7 @@ class MonitorSettings:
 
 
 class Monitor:
-    """Shows and records a run. outputs: closes what the monitor opens, however the run ends."""
+    """Shows and records a run. outputs: closes everything that the monitor opens."""
 
     def __init__(self, run: Run, settings: MonitorSettings, files: RunFiles, outputs: ExitStack) -> None:
         self._run = run
@@ -79,7 +79,7 @@ class Monitor:
         save, stop = (
             partial(self._ask, partial(run.checkpointer.request, each)) for each in (Decision.SAVE, Decision.STOP)
         )
-        abort = partial(end_at_once, run.world.rank)
+        abort = partial(exit_immediately, run.world.rank)
         try:
             control = ControlServer(socket_path(files.root), self._status, save, stop, abort, self._leave)
         except Exception as error:
@@ -90,12 +90,12 @@ class Monitor:
             is_own = found.parent.resolve() == files.checkpoints.resolve()
             self.note(f"resumed after step {step}, from {found.name if is_own else short_path(found)}")
         elif settings.is_resumed:
-            self.note(f"{files.root.name} has no checkpoint: it starts again from step 0")
+            self.note(f"{files.root.name} has no checkpoint: it starts from step 0")
 
     def after_step(self, record: StepRecord) -> None:
         self._steps.add(record)
         is_shown, is_logged = self._progress.is_due(record.step), self._settings.is_logged(record.step)
-        # Reading numbers waits for a GPU, so only now.
+        # Reading numbers waits for a GPU, so only if they are needed.
         if (is_shown or is_logged) and (loss := known(record.loss)) is not None:
             self._loss = loss, record.step
         if is_logged:
@@ -134,9 +134,9 @@ class Monitor:
             self._log(record)
 
     def take_over(self, steps: UnloggedSteps, evaluation: tuple[int, Mapping[str, float]] | None) -> None:
-        """Continue for a worker that was lost: write what it did not write of the newest step.
+        """Continue for a lost worker: write what it did not write of the newest step.
 
-        steps: as far as this worker knows, those since the last line. evaluation: the last one, its step and values.
+        steps: the steps since the last line, as known to this worker. evaluation: the step and values of the last one.
         """
         curves = read_curves(self._files.metrics, (SAMPLES, "eval"))
         self._steps, self._logged_step = steps, max(curves.series(SAMPLES)[0], default=0)
@@ -169,13 +169,13 @@ class Monitor:
     def _write(
         self, step: int, values: dict[str, Any], num_samples: int = 0, lanes: Mapping[str, Any] | None = None
     ) -> None:
-        """lanes: for the metrics alone; loggers would show each of their numbers as a curve."""
+        """lanes: for the metrics only; loggers would show each number as a curve."""
         line, begin = {**values, **(lanes or {})}, perf_counter()
         self._metrics.use(lambda metrics: metrics.log(step, line, num_samples))
         self.loggers.log(step, values)
         self._run.timeline.took("logging", begin)
 
-    # Called in the control server's thread, which must not wait for a device: only numbers that were read before.
+    # Called in the control server's thread, which must not wait for a device: it uses only numbers on the host.
 
     def _status(self) -> dict[str, Any]:
         newest, rates, position = self._steps.newest, self._rates, self._run.loop.position
@@ -218,8 +218,7 @@ class Monitor:
 class MainMonitor:
     """The monitor of rank 0. If that worker is lost, the next rank 0 continues with its own monitor.
 
-    Every worker has one, which follows the steps where workers may be lost; `make` is called where and when a monitor
-    is needed.
+    Every worker has one, which follows the steps if workers may be lost. `make` is called when a worker becomes rank 0.
     """
 
     def __init__(self, run: Run, settings: MonitorSettings, make: Callable[[], Monitor]) -> None:
@@ -238,7 +237,7 @@ class MainMonitor:
         if self._monitor is not None:
             self._monitor.after_step(record)
             return
-        # Rank 0 has written the line of the step before, as it has completed this one.
+        # Rank 0 has written the line of the previous step, since it has completed this one.
         if self._steps.newest is not None and self._settings.is_logged(self._steps.newest.step):
             self._steps.clear()
         self._steps.add(record)

@@ -1,4 +1,4 @@
-"""Measures a run's steps for a prediction: what each worker takes for a micro-batch, the exchange, and the rest."""
+"""Measures a run's steps for a prediction: each worker's time for a micro-batch, the exchange, and the rest."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ from paceline.run.saving.state import plain_model
 
 # Before the measured steps of a run that has not trained yet: allocations, compilation, reading ahead, first shares.
 WARMUP_STEPS = 5
-# Steps are measured for about so long at least, but at most so many: a burst of other work must not fill all of them.
+# At least about this many seconds of steps are measured, so that a burst of other load does not fill all of them; but
+# at most this many steps.
 LEAST_S, MAX_STEPS = 1.5, 30
-# A GPU's times arrive some steps late.
+# A GPU's times arrive this many steps later.
 GPU_LATE_STEPS = 8
-# A link is measured by so many sums, of at most so many bytes.
+# All-reduces that measure a link, and their largest size.
 LINK_READINGS, MAX_LINK_BYTES = 7, 64 << 20
 _CGROUPS, _OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def profile(run: Run, step: Callable[[Any], object], num_steps: int) -> tuple[Profile, StepTimes]:
-    """Train `num_steps` steps, and some before, and describe this worker's machine and device.
+    """Train `num_steps` steps after a warm-up, and describe this worker's machine and device.
 
-    The profile describes rank 0's device; in a world of several workers its times include what they cost each other,
-    and the second result has the times of all workers.
+    The profile describes rank 0's device; in a world of several workers its times include their contention, and the
+    second result has the times of all workers.
     """
     if num_steps < 1:
         raise ValueError(f"steps={num_steps}: choose the number of steps to measure, such as 20")
@@ -60,7 +61,7 @@ def profile(run: Run, step: Callable[[Any], object], num_steps: int) -> tuple[Pr
 
 
 def _link(run: Run, num_hosts: int, gradient_bytes: int) -> Link:
-    """Between the hosts of this world, from sums of as many bytes as a step exchanges, and of one number."""
+    """Between the hosts of this world, from all-reduces of a step's bytes and of one number."""
     device, communicator = run.world.device, run.communicator
 
     def seconds(num_bytes: int) -> float:
@@ -72,7 +73,7 @@ def _link(run: Run, num_hosts: int, gradient_bytes: int) -> Link:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             readings.append(perf_counter() - start)
-        return float(min(gather(statistics.median(readings), communicator)))  # who comes last does not wait
+        return float(min(gather(statistics.median(readings), communicator)))  # the last worker does not wait
 
     num_bytes = min(gradient_bytes, MAX_LINK_BYTES)
     least_s = seconds(0)
@@ -80,7 +81,7 @@ def _link(run: Run, num_hosts: int, gradient_bytes: int) -> Link:
 
 
 def _enough(run: Run, step: Callable[[Any], object], num_steps: int) -> int:
-    """As many steps as were asked for, and more if they are short; the same on all workers."""
+    """`num_steps`, or more if steps are short; the same on all workers."""
     start = perf_counter()
     _train(run, step, 1)
     step_s = float(max(gather(perf_counter() - start, run.communicator)))
@@ -88,7 +89,7 @@ def _enough(run: Run, step: Callable[[Any], object], num_steps: int) -> int:
 
 
 def cpu_quota() -> float:
-    """The cores that this process may use, by the quota of its cgroup, of either version; inf without one."""
+    """The cores that the quota of its cgroup (v1 or v2) allows this process; inf without a quota."""
     try:
         groups = [line.split(":", 2) for line in _OWN_GROUPS.read_text().splitlines()]
         for _, controllers, path in groups:
@@ -107,7 +108,7 @@ def cpu_quota() -> float:
 def _train(run: Run, step: Callable[[Any], object], num_steps: int) -> list[list[tuple[float, float, float, float]]]:
     """By step and rank: seconds of a micro-batch, the exchange, the rest, and the wait for data.
 
-    In one go, as a run does: leaving the loop and entering it again takes time of its own.
+    In one loop, as in a run: leaving and entering the loop takes time.
     """
     loop = run.loop
     last = loop.position.step + num_steps

@@ -35,7 +35,7 @@ def autocast(precision: Precision, device: torch.device) -> AbstractContextManag
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of a run; make one with `assemble`. Counts per epoch are None where they are not known in advance."""
+    """The parts of a run; make one with `assemble`. Counts per epoch are None if they are not known in advance."""
 
     config: RunConfig
     loop: Loop
@@ -90,7 +90,7 @@ class Run:
         if self.loop.is_closed:
             raise MisuseError(
                 "this trainer is closed, its run has ended: call Trainer.setup again, with the same model, or with "
-                "checkpoints= to go on where it was saved"
+                "checkpoints= to continue from a checkpoint"
             )
 
     def check_between_steps(self, call: str, advice: str = "") -> None:
@@ -104,16 +104,16 @@ class Run:
             )
 
     def together(self, operation: Callable[[], T]) -> T:
-        """The result of what all workers do together outside of steps. It is done again if a worker is lost."""
+        """The result of a collective operation outside of steps, which is repeated if a worker is lost."""
         return operation() if self.rejoining is None else self.rejoining.run(operation)
 
     def synchronize(self, call: str) -> None:
-        """All workers are here. Make their replicas equal where the strategy lets them differ."""
+        """Called by all workers together. Make their replicas equal if the strategy lets them differ."""
         self.check_between_steps(call)
         self.together(self.loop.synchronize)
 
     def enter(self) -> None:
-        """Set-up is complete: from now on the run goes on when a worker is lost, and newcomers join it here."""
+        """Set-up is complete: from now on the run continues if a worker is lost. Newcomers join it here."""
         if self.rejoining is not None:
             self.rejoining.enter()
 
@@ -122,7 +122,7 @@ class Run:
         self.check_open()
         loop = self.loop
         self.enter()
-        loop.begin_next_epoch()  # where the last one was left by `break`
+        loop.begin_next_epoch()  # if the last one was left by `break`
         loop.max_steps = max_steps
         while not loop.is_over and (count is None or loop.position.epoch < count):
             first_step = loop.position.step
@@ -132,7 +132,7 @@ class Run:
             if loop.begin_next_epoch():
                 if count is None and loop.position.step == first_step:
                     raise MisuseError(
-                        f"epoch {epoch.number} was left without a step, so that max_steps={max_steps} will never be "
+                        f"epoch {epoch.number} was left without a step, so max_steps={max_steps} will never be "
                         "reached: leave it after a step, or give epochs() a number of epochs"
                     )
             elif loop.position.epoch == epoch.number and not loop.is_over:
@@ -181,7 +181,7 @@ class TrainingEpoch:
                 "epoch from trainer.epochs(...) when it is its turn"
             )
         self.was_begun = True
-        # Made here, not kept: a `break` then ends the generator at once, and with it the step that was under way.
+        # Not stored: a `break` then closes the generator immediately, and with it abandons the open step.
         return loop.micro_batches(self.number)
 
     def __len__(self) -> int:

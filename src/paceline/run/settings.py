@@ -1,6 +1,6 @@
 """The settings of a run, in frozen groups. A setting is declared here and nowhere else.
 
-Fields with course=True decide, together with the seed, the course of a run; the others only how fast it is.
+Fields with course=True determine the course of a run, together with the seed; the others only its speed.
 """
 
 # ruff: noqa: RUF009 - `setting` returns a dataclasses.field
@@ -26,7 +26,7 @@ ShardBy = tuple[float, ...] | Literal["auto", "equal", "memory", "speed"]
 
 @dataclass(frozen=True)
 class Batching:
-    """How an epoch is cut into steps and micro-batches, beside global_batch and micro_batch."""
+    """How an epoch is cut into steps and micro-batches, besides global_batch and micro_batch."""
 
     physical_batch: int | tuple[int, ...] | None = setting(
         "samples that a device runs at once, a multiple of micro_batch: one number, or one per worker",
@@ -106,7 +106,7 @@ class Optimization:
         least=0,
     )
     redundancy: int = setting(
-        "workers that hold each part of the divided state; with 2 or more, a run with min_workers goes on without a "
+        "workers that hold each part of the divided state; with 2 or more, a run with min_workers continues without a "
         "lost worker",
         1,
         least=1,
@@ -128,10 +128,10 @@ class Optimization:
         if self.redundancy > 1 and not isinstance(self.shard_by, str):
             raise ValueError(
                 f"redundancy={self.redundancy} needs shard_by='auto', 'equal', 'memory' or 'speed': "
-                f"{list(self.shard_by)} does not say what workers get when one is lost"
+                f"{list(self.shard_by)} gives no division for the workers that remain after a loss"
             )
         if self.master_weights and self.shard is None:
-            raise ValueError("master_weights=True needs shard='optimizer', whose pieces have the masters")
+            raise ValueError("master_weights=True would be ignored: give shard='optimizer' too")
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Runtime:
     timeout_s: float = setting("seconds a worker waits for the others", DEFAULT_TIMEOUT_S, above=0)
     threads: int | None = setting("CPU threads per worker", None, least=1)
     overlap: bool = setting("exchange gradients during the backward pass", True)
-    capture: Capture = setting("replay steps as CUDA graphs: auto does so where it is faster", "auto")
+    capture: Capture = setting("replay steps as CUDA graphs: auto does so if it is faster", "auto")
     garbage_collection: GarbageCollection = setting("when Python's garbage collector runs", "between steps")
     timeline: str | PathLike[str] | None = setting("folder to record a timeline of the run in", None)
     quiet: bool = setting("print no summary line on stderr, and none when a signal stops the run", False)

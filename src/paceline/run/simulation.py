@@ -1,7 +1,7 @@
-"""Replays a run of any size through the real planner and the real membership, without processes.
+"""Simulates a run of any size with the real planner and membership, without processes.
 
-Time is simulated: a worker's micro-batch takes what its device is predicted to take, with noise; the plan of every step
-comes from the planner, which sees these times; who belongs to the run is decided as agents decide it.
+Time is simulated: a worker's micro-batch takes its device's predicted time, with noise. The planner plans every step
+from these times, and generations are decided as in agents.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from paceline.run.membership.roster import Report, next_generation
 from paceline.run.step.planner import CadencePlanner, MeasuringPlanner, Planner
 from paceline.sync.numbers import Numbers
 
-# From the moment at which all survivors wait in the exchange to the one at which they begin the step again: what
-# `bench survive` measures of steps that take next to nothing. Survivors notice a death in the exchange.
+# The time from when all survivors wait in the exchange until they repeat the step, measured by `bench survive` with
+# very short steps. Survivors notice a death in the exchange.
 RECOVERY_S = 0.045
-# What a change of workers between two steps costs those who stay.
+# The cost, for the other workers, of a change of workers between two steps.
 CHANGE_S = 0.1
-# A recovered run is this close to the speed of so many steps before, less what the lost worker did.
+# A run has recovered at this part of the speed of the recent steps, less the lost worker's.
 _RECOVERED, _RECENT_STEPS = 0.95, 20
-_KNOWN_DELAY_STEPS = 5  # in which workers tell what the rest of a step takes: it does not change
+_KNOWN_DELAY_STEPS = 5  # in which workers report the rest of a step, which does not change
 
 Event = tuple[float, int, Literal["die", "leave", "join"]]  # when, which worker, what
 
@@ -40,8 +40,8 @@ Event = tuple[float, int, Literal["die", "leave", "join"]]  # when, which worker
 class Scenario:
     """What happens during a run.
 
-    noise: standard deviation of a step's times, relative. failures_per_hour: deaths of a worker, on average.
-    replace_after_s: until a replacement of a dead worker joins; None: never. trace: further events, by time.
+    noise: relative standard deviation of a step's times. failures_per_hour: mean deaths per worker.
+    replace_after_s: seconds until a dead worker's replacement joins; None: never. trace: further events, by time.
     """
 
     duration_s: float
@@ -54,7 +54,7 @@ class Scenario:
 
 @dataclass
 class Outcome:
-    """What came of it. wasted_s: worker-seconds of abandoned steps. recoveries_s: from a death to the first step's end
+    """The result. wasted_s: worker-seconds of abandoned steps. recoveries_s: from a death to the end of the first step
     at the survivors' full speed. size_by_step and samples_per_s_by_step: of every completed step."""
 
     num_workers: int
@@ -100,7 +100,7 @@ _Place = tuple[int, int]  # node and slot
 
 
 class _Times:
-    """The part of a step's numbers that planners read, made when they do: they leave out many short steps."""
+    """The part of a step's numbers that planners read, computed on demand: they skip many short steps."""
 
     def __init__(self, micro_batch_s: np.ndarray, exchange_s: float, rest_s: np.ndarray) -> None:
         self._readings = micro_batch_s, exchange_s, rest_s
@@ -188,7 +188,7 @@ class Simulation:
             self._lost_at = None
 
     def _lose(self, death_s: float, compute_s: np.ndarray) -> None:
-        """Survivors compute their shares of the step, notice the death in the exchange, and begin the step again."""
+        """Survivors compute their shares of the step, notice the death in the exchange, and repeat the step."""
         _, _, place = heapq.heappop(self._deaths)
         member = self._member_at(place)
         assert member is not None, "_next_death found it"
@@ -199,19 +199,19 @@ class Simulation:
         self._outcome.deaths += 1
         before, before_s = self._full_speed, np.delete(self._micro_batch_s, rank)
         self._enter(lost={member: "died"})
-        if self._generation.members:  # who divides cores with the lost worker is faster now
+        if self._generation.members:  # workers that shared cores with the lost one are faster now
             left_s *= self._micro_batch_s / before_s
         self._outcome.wasted_s += float(left_s.sum())
         self._now = max(death_s, self._now) + float(left_s.max(initial=0.0)) + RECOVERY_S
         if self._lost_at is None:
-            # Noise makes steps longer than predicted, the more workers the more: recent steps are the measure.
+            # Noise makes steps longer than predicted, with more workers more so: compare with recent steps.
             recent = self._outcome.samples_per_s_by_step[-_RECENT_STEPS:] or [before]
             self._lost_at, self._target = death_s, statistics.median(recent) * self._full_speed / before
         if self._scenario.replace_after_s is not None:
             self._push(death_s + self._scenario.replace_after_s, place, "join")
 
     def _change_between_steps(self) -> None:
-        """Workers that are due to join or leave do so."""
+        """Let workers join and leave that are due."""
         leaving: dict[Member, str] = {}
         while self._changes and self._changes[0][0] <= self._now:
             _, _, place, what = heapq.heappop(self._changes)
@@ -227,7 +227,7 @@ class Simulation:
             self._enter(leaving=leaving)
 
     def _enter(self, lost: Mapping[Member, str] | None = None, leaving: Mapping[Member, str] | None = None) -> None:
-        """The next generation, decided from what the agents would report."""
+        """Enter the next generation, decided from the reports that the agents would make."""
         before = self._generation
         entered = {member: before.number for member in before.members if member not in (lost or {})}
         report = Report(lost or {}, leaving or {}, frozenset() if lost else frozenset(self._waiting), entered)
@@ -245,7 +245,7 @@ class Simulation:
             self._prepare()
 
     def _prepare(self) -> None:
-        """What the present workers take: times by rank, the exchange, the rest, and their predicted speed."""
+        """Predict the current workers' times, by rank, their exchange, and their speed."""
         self._members = frozenset(self._generation.members)
         devices = [self._device_of[member.node, member.slot] for member in self._generation.members]
         predicted = predict(self._workload, devices, self._hardware)
@@ -275,7 +275,7 @@ class Simulation:
             heapq.heappush(self._changes, (at_s, self._num_events, place, what))
 
     def _next_death(self) -> float | None:
-        """When the next member dies. Deaths of those who have left do not count."""
+        """When the next member dies, without workers that have left."""
         while self._deaths and self._member_at(self._deaths[0][2]) is None:
             heapq.heappop(self._deaths)
         return self._deaths[0][0] if self._deaths else None

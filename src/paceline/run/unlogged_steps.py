@@ -13,7 +13,7 @@ MAX_UNREAD_STEPS = 64
 
 
 class UnloggedSteps:
-    """Adds up records for the next line of metrics. Reading a record waits for a GPU, so it is put off."""
+    """Adds up records for the next line of metrics. Reading a record waits for a GPU, so it is deferred."""
 
     def __init__(self, num_workers: int, *, has_tokens: bool) -> None:
         self._has_tokens = has_tokens
@@ -38,7 +38,7 @@ class UnloggedSteps:
         return num_samples
 
     def clear(self) -> None:
-        """They have been logged."""
+        """Forget the steps, which were logged."""
         self.take_rates()
         self.take_num_samples()
 

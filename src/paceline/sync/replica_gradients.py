@@ -80,7 +80,7 @@ class ReplicaGradients:
         return self._all_ranks[-1].stop
 
     def gather(self, weights: Sequence[int]) -> list[int]:
-        """The weights of all replicas, given those of this process."""
+        """The weights of all replicas, from the weights of this process's replicas."""
         if len(self._all_ranks) == 1:
             return list(weights)
         with self._on_device():
@@ -93,7 +93,7 @@ class ReplicaGradients:
     def average_offers(
         self, offers: Sequence[Offer | None], watches: Sequence[BufferWatch], reduce: Reduce | None
     ) -> tuple[Plan, StepNumbers]:
-        """`average` of what this process's replicas offer; also gives all replicas the same buffers.
+        """`average` over the offers of this process's replicas; also gives all replicas the same buffers.
 
         A replica without an offer has no batch in this step. watches: one per replica.
         """
@@ -118,7 +118,7 @@ class ReplicaGradients:
         """Set the gradient of every replica to the weighted mean over all replicas, or to the result of `reduce`.
 
         A parameter with a gradient on some replicas counts as zero on the others. Without a gradient on any replica
-        with weight it gets none. Frozen parameters are skipped. Returns the plan, by process, and the step's numbers.
+        with weight it gets None. Frozen parameters are skipped. Returns the plan, by process, and the step's numbers.
 
         offers: losses, and buffers to be combined in the first replica.
         """

@@ -1,8 +1,8 @@
 """The interface between the loop and a strategy.
 
 Lifecycle, once per step: `begin_step`, then for each micro-batch of this worker `begin_micro_batch`, `backward` and
-`end_micro_batch`, then `send` and `finish`, and after the optimizer's step `complete`. A step may be given up before
-`send` with `abandon` and begun again.
+`end_micro_batch`, then `send` and `finish`, and after the optimizer's step `complete`. Before `send` a step may be
+dropped with `abandon` and repeated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UpdateUnless: TypeAlias = Callable[[torch.Tensor], None]
 
 
 class Averages(Protocol):
-    """What a strategy that averages replicas says about them. Between two averages they differ."""
+    """The averages of a strategy in which replicas differ between two averages."""
 
     @property
     def num_completed(self) -> int:
@@ -34,7 +34,7 @@ class Averages(Protocol):
         """Steps since the last average: what the loss of a worker costs."""
 
     def drop(self) -> None:
-        """The workers have changed: give up the average under way. Its steps are part of the next one."""
+        """The workers have changed: give up the average in flight. Its steps are part of the next one."""
 
 
 class GradientExchange(Protocol):
@@ -66,7 +66,7 @@ class GradientExchange(Protocol):
         """Train these parameters from now on. Called between two steps, on all workers."""
 
     def send(self, message: WorkerMessage = SILENCE) -> None:
-        """Start the exchange of everything that was not sent yet, with this worker's message."""
+        """Start the exchange of everything not sent yet, with this worker's message."""
 
     def finish(self, accept: Accept = lambda _: True, update_unless: UpdateUnless | None = None) -> Numbers | None:
         """Wait for the exchange: now every parameter has its mean gradient, and every worker the step's numbers.

@@ -112,7 +112,7 @@ def test_the_answer_as_a_table() -> None:
         (["--simulate", "long"], "'long': choose a time such as 90s, 20min or 1h"),
         (["--simulate", "1h", "--trace", "trace.jsonl"], "trace.jsonl, line 1: KeyError('worker'); an event is"),
         (["--global-batch", "12"], "global_batch=12 is not a multiple of micro_batch=8: choose global_batch=8 or 16"),
-        (["small.yaml"], "CONFIG is measured and --profile was: leave one of them out"),
+        (["small.yaml"], "CONFIG is to be measured, and --profile was measured before: give only one of them"),
     ],
 )
 def test_one_clear_error_for_each_mistake(arguments: list[str], message: str, profiles: Path) -> None:

@@ -129,6 +129,6 @@ def test_a_live_file_carries_the_bar_and_its_failure_is_a_warning(tmp_path: Path
     (tmp_path / "progress").write_text('{"step": 8, "tot')
     assert read_live_file(tmp_path / "progress") is None
     lost = Progress(100, live_file=tmp_path / "no" / "progress", stream=io.StringIO())
-    with pytest.warns(UserWarning, match="progress cannot be shown any more, training continues"):
+    with pytest.warns(UserWarning, match="progress can no longer be shown, training continues"):
         lost.show(1)
     lost.show(2)  # no second warning

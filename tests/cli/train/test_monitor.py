@@ -73,7 +73,7 @@ BROKEN: dict[str, tuple[Any, str, str, tuple[str, ...]]] = {
     ),
     "making a logger": (monitoring, "make_logger", r"cannot create the logger csv", ("loggers=[csv]",)),
     "a logger": (monitoring, "make_logger", r"the logger FailingLogger failed", ("loggers=[csv]",)),
-    "the progress": (None, "", r"progress cannot be shown", ()),
+    "the progress": (None, "", r"progress can no longer be shown", ()),
     "the picture": (monitoring, "draw", r"cannot write the plot", ()),
     "the report": (monitor, "write_json", r"report.json cannot be written", ()),
     "the status": (monitor, "note_total_steps", r"status.json cannot be written", ()),

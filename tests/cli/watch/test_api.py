@@ -168,8 +168,8 @@ def test_events_in_words(client: Client, tmp_path: Path) -> None:
     assert [event["text"] for event in found["events"]] == [
         "shares 6:2, before 4:4",
         "saved step-00000100",
-        "worker 1 left (killed by signal 9); 1 worker goes on after 0.4 s",
-        "workers 1, 2 joined; 3 workers go on",
+        "worker 1 left (killed by signal 9); 1 worker continues after 0.4 s",
+        "workers 1, 2 joined; 3 workers continue",
         "replicas drift apart by 0.0213: averaging every 4 steps",
         "captured a CUDA graph of a step",
         "no CUDA graph of a micro-batch: its shapes change",

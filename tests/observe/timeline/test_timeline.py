@@ -86,7 +86,7 @@ def test_the_steps_that_are_asked_for(tmp_path: Path) -> None:
     assert [event.name for event in timeline.events] == ["save", "save"]
     with pytest.raises(ValueError, match="there is no step from 9 on: the timeline ends with step 3"):
         Timeline.load(tmp_path).between(9)
-    with pytest.raises(ValueError, match="from step 3 to step 2 there is nothing"):
+    with pytest.raises(ValueError, match="the range from step 3 to step 2 is empty"):
         Timeline.load(tmp_path).between(3, 2)
 
 

@@ -268,7 +268,7 @@ def test_workers_that_left_and_came_back() -> None:
     gone = Happened("world", 60, {"size": 2, "left": [1], "reason": "rank 1 was killed by signal 9"})
     joined = Happened("world", 80, {"size": 3, "left": [], "joined": [2], "reason": ""})
     verdict = first(run(part(), part(), events=[gone]))
-    assert verdict.text == "worker 1 left after step 60 (rank 1 was killed by signal 9); the other 2 go on"
+    assert verdict.text == "worker 1 left after step 60 (rank 1 was killed by signal 9); the other 2 continue"
     assert (verdict.kind, verdict.rank, verdict.severity) == ("worker left", None, "error")  # 1 is another worker now
     last = Happened("world", 60, {"size": 2, "left": [2], "reason": "rank 2 was killed by signal 9"})
     assert first(run(part(), part(), events=[last])).rank == 2

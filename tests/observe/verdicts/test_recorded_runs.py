@@ -62,7 +62,7 @@ RECORDED = [
         "stopped_worker",
         "stalled",
         1,
-        r"worker 1 stands still, its process is stopped or blocked: no step for 8\.\d s after step \d+",
+        r"worker 1 has stalled, its process is stopped or blocked: no step for 8\.\d s after step \d+",
         [],
     ),
 ]

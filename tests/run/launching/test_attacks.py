@@ -168,7 +168,7 @@ def test_another_user_of_another_host_does_no_harm(
 def test_pickles_between_hosts_are_refused_without_a_secret(victim: Path, tmp_path: Path, hosts: Hosts) -> None:
     for code, _, err in two_hosts(victim, tmp_path, hosts, "thing", False, is_attacked=False):
         assert code == 1
-        assert "this run has no secret: anyone who can reach 10.0.0.1:29500 can join" in err
+        assert "this run has no secret: any process that can reach 10.0.0.1:29500 can join" in err
         assert "is a __main__.Thing, which cannot be stored without pickle" in err
         assert "give the run a secret (--secret-file, or the variable PACELINE_SECRET_FILE under torchrun" in err
 

@@ -76,11 +76,11 @@ def test_nodes_that_were_lost_are_read_for_a_while(monkeypatch: pytest.MonkeyPat
     agents.exchange()
     num_read = 0
     for beat in range(1, 200):
-        now_s += heartbeats.MAX_LOOK_S
+        now_s += heartbeats.MAX_INTERVAL_S
         agents.store.set("node-1", note(1, heartbeat=beat).to_json())
         read = agents.exchange()
         assert read[0] == "node-1"
         num_read += "node-2" in read
         assert (2 in agents.own.silent) == (beat > 3)
-    assert num_read == heartbeats.FORGET_S / heartbeats.MAX_LOOK_S + 1
+    assert num_read == heartbeats.FORGET_S / heartbeats.MAX_INTERVAL_S + 1
     assert {*agents.own.silent} == {2}

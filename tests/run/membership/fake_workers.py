@@ -11,7 +11,7 @@ import pytest
 
 from paceline.run.launching import stalls, supervisor
 from paceline.run.launching.fork_server import ForkServer
-from paceline.run.launching.supervisor import Elastic, SingleNode, Supervisor
+from paceline.run.launching.supervisor import Elastic, SingleNodeConsensus, Supervisor
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit
 from paceline.run.membership.board import Activity, Row
 from paceline.run.membership.generation import Generation, Member
@@ -54,7 +54,9 @@ class FakeNode:
         self.members = [Member(0, slot) for slot in range(num_workers)]
         first = Generation.first({0: num_workers})
         elastic, server = Elastic(**{"min_workers": 1, **options}), cast("ForkServer", self.server)
-        self.supervisor = Supervisor(elastic, folder, server, SingleNode(first), first.members, 0, self._replace)
+        self.supervisor = Supervisor(
+            elastic, folder, server, SingleNodeConsensus(first), first.members, 0, self._replace
+        )
 
     def _replace(self, slot: int, member: Member) -> None:
         self.replaced.append(member)

@@ -123,14 +123,14 @@ def test_workers_stand_still_and_leave(capfd: pytest.CaptureFixture[str]) -> Non
     assert [outcome["member"][0] for outcome in outcomes] == [1, 5]
     reasons = [event["reason"] for event in outcomes[0]["events"]]
     assert len(reasons) == 4
-    assert reasons[0].startswith("rank 4 stood still for ")
+    assert reasons[0].startswith("rank 4 stalled for ")
     assert f'at File "{__file__.replace("test_comings_and_goings", "elastic_runs")}", line ' in reasons[0]
     assert ", in die, and was ended" in reasons[0]
     assert reasons[1].startswith("rank 3 was stopped for ")
     assert reasons[2:] == ["rank 0 exited with code 7 before its work was done", "rank 2 was asked to leave"]
     assert changes(outcomes[0])[-1] == (4, 2, [1], [])
     errors = capfd.readouterr().err
-    assert "rank 2 left: rank 2 was asked to leave: 2 workers go on" in errors
+    assert "rank 2 left: rank 2 was asked to leave: 2 workers continue" in errors
 
 
 def test_an_exception_of_the_users_ends_the_run() -> None:
@@ -146,5 +146,5 @@ def test_an_exception_of_the_users_ends_the_run() -> None:
 @pytest.mark.soak
 def test_a_slot_that_dies_again_at_the_same_step_ends_the_run() -> None:
     deaths = [Death(1, step=0), Death(1, "set-up", 0, start=1)]
-    with pytest.raises(WorkerError, match="its slot died 2 times at step 1: the run ends, as it would again"):
+    with pytest.raises(WorkerError, match="its slot died 2 times at step 1: the run ends, as it would recur"):
         launch([Case(deaths, train=partial(train, waits={1: 2}))], 2, max_restarts=1)

@@ -34,7 +34,7 @@ def test_the_others_go_on_without_one_that_died(node: MakeNode, capfd: pytest.Ca
     assert own.generation.left == {Member(0, 1): "rank 1 was killed"}
     assert own.membership(0).newest() == own.generation
     assert own.server.killed == [1]  # what it had started
-    assert "rank 1 was killed: 2 workers go on" in capfd.readouterr().err
+    assert "rank 1 was killed: 2 workers continue" in capfd.readouterr().err
     own.look()
     assert not own.replaced
 
@@ -181,7 +181,7 @@ def test_a_slot_that_dies_again_and_again_at_the_same_step_ends_the_run(node: Ma
     own.row(1).note_steps(4)
     ended = own.end(1)
     assert (ended.kind, ended.is_final) == (ExitKind.DIED, True)
-    assert "its slot died 3 times at step 5: the run ends, as it would again" in ended.message
+    assert "its slot died 3 times at step 5: the run ends, as it would recur" in ended.message
 
 
 def test_a_death_during_a_join_postpones_it(node: MakeNode) -> None:
@@ -246,7 +246,7 @@ def test_a_worker_is_asked_to_leave(node: MakeNode, capfd: pytest.CaptureFixture
     assert own.generation.left == {Member(0, 1): "rank 1 was asked to leave"}
     assert not own.generation.is_urgent
     assert own.end(1, ExitKind.LEFT, 0, "rank 1 left: it was asked to").kind is ExitKind.LEFT
-    assert "rank 1 left: it was asked to: 2 workers go on" in capfd.readouterr().err
+    assert "rank 1 left: it was asked to: 2 workers continue" in capfd.readouterr().err
     own.look(100)
     assert not own.replaced
 
@@ -271,7 +271,7 @@ def test_a_micro_batch_may_take_stall_s(node: MakeNode, tmp_path: Path) -> None:
     assert own.signals == [(1001, worker.STACK_SIGNAL)]
     ended = WorkerExit.read(tmp_path / "start", 1, -9)
     assert ended.kind is ExitKind.DIED
-    assert 'rank 1 stood still for 5.5 s, at File "/home/me/train.py", line 12, in loss_of, and was ended' in (
+    assert 'rank 1 stalled for 5.5 s, at File "/home/me/train.py", line 12, in loss_of, and was ended' in (
         ended.message.replace("6.0 s", "5.5 s")
     )
     assert own.end(1, ended.kind, message=ended.message).kind is ExitKind.LEFT  # a death like any other

@@ -1,4 +1,4 @@
-"""Setting names of other tools, translated into ours.
+"""Translates other tools' names of settings into Paceline's.
 
 Names about saving are accepted in `trainer`, where other tools have them, and in `checkpoints`.
 """
@@ -11,7 +11,7 @@ from dataclasses import replace
 from paceline.cli.config.errors import COMMAND_LINE, Problem
 from paceline.cli.config.yaml_tree import Content, Node, Scalar, found
 
-# Other names for one of our settings.
+# Other names for a setting.
 _RENAMED = {
     "per_device_train_batch_size": "trainer.micro_batch",
     "gradient_accumulation_steps": "trainer.micro_batches_per_worker",
@@ -24,7 +24,7 @@ _RENAMED = {
     "fused_optimizers": "trainer.fused",
 }
 _FEED, _LEAVE_OUT = "trainer.feed", "checkpoints.leave_out"
-# Names whose values become settings of ours, or are an error.
+# Names whose values become settings, or are an error.
 _CHOICES: dict[str, dict[Scalar, dict[str, Content] | str]] = {
     "dispatch_batches": {True: {_FEED: "dispatched"}, False: {_FEED: "sharded"}, "auto": {}},
     "shard_dataset": {True: {_FEED: "sharded"}, False: {}},
@@ -52,7 +52,7 @@ def translate_aliases(root: Node) -> tuple[Node, list[Problem]]:
 
 
 def _overrides(node: Node, other: Node) -> bool:
-    """Whether the first is of the command line and the second of a file, so that it wins under any name."""
+    """Whether the first is from the command line and the second from a file, so that the first wins under any name."""
     return node.origin.source == COMMAND_LINE.source != other.origin.source
 
 

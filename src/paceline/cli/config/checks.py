@@ -23,7 +23,7 @@ _MANY = 1 << 40
 
 
 def contradictions(settings: ProjectSettings) -> Iterator[tuple[str, str]]:
-    """Dotted keys, each with what is wrong with it."""
+    """Pairs of a dotted key and its problem."""
     trainer, saving = settings.trainer, settings.checkpoints
     if trainer.epochs is None and trainer.max_steps is None:
         yield "trainer.epochs", "is missing: give the length of the run, with epochs or max_steps"
@@ -50,11 +50,11 @@ def contradictions(settings: ProjectSettings) -> Iterator[tuple[str, str]]:
 
 
 def _ruled_out(settings: ProjectSettings) -> Iterator[tuple[str, str]]:
-    """Settings that need others, or have no effect beside them."""
+    """Settings that require others, or have no effect with them."""
     trainer, saving = settings.trainer, settings.checkpoints
 
     def given(section: Any, *names: str) -> list[str]:
-        """The keys of those that differ from their defaults."""
+        """The keys of settings that differ from their defaults."""
         kind: Any = type(section)
         declared, prefix = settings_of(kind), kind.__name__.lower()
         return [f"{prefix}.{name}" for name in names if getattr(section, name) != declared[name].default]
@@ -113,7 +113,7 @@ def _run_config(settings: ProjectSettings) -> Iterator[tuple[str, str]]:
 
 
 def resolved(trainer: schema.Trainer, num_workers: int, global_batch: int | None = None) -> schema.Trainer:
-    """The section with the global batch, by default that of so many workers, instead of a batch per worker."""
+    """The section with a global batch, by default for `num_workers` workers, instead of a batch per worker."""
     per_worker = trainer.micro_batches_per_worker
     if per_worker is None or trainer.micro_batch is None:
         return trainer

@@ -25,7 +25,7 @@ _TOKEN = re.compile(r"\$\$\{|\$\{(?P<inside>[^{}]*)\}|\$\{")
 
 
 def read_layers(path: Path, sections: Collection[str]) -> Node:
-    """The file over those it extends. A section without content (`trainer:` and nothing under it) is ignored."""
+    """The file over the files it extends. A section without content (`trainer:` and nothing under it) is ignored."""
     num_files = 0
 
     def read(path: Path, chain: tuple[Path, ...]) -> Node:
@@ -75,7 +75,7 @@ def _selection(node: Node) -> tuple[str, Content] | None:
 
 
 def with_overrides(root: Node, overrides: Sequence[str]) -> Node:
-    """Settings of the command line, such as `trainer.seed=3`, over those of the files."""
+    """Settings of the command line, such as `trainer.seed=3`, over the files' settings."""
     for override in overrides:
         key, equals, text = override.partition("=")
         parts = key.strip().split(".")

@@ -35,7 +35,7 @@ class Part:
     """An object of a module, `package.module:name`, or the result of calling it.
 
     arguments: keyword arguments of the call, which may contain parts; None for the object itself.
-    folder: where modules are searched first, that of the project. key, origin: where the target is named.
+    folder: the project's, where modules are searched first. key, origin: where the target is named.
     """
 
     target: str
@@ -124,7 +124,7 @@ class Part:
                 raise self.fail(f"importing {name} failed: {_described(error, folder)}") from error
             known = nearest(str(error.name), [path.stem for path in folder.glob("*.py")])
             raise self.fail(f"module {error.name!r} is neither in {folder} nor installed: {known}") from error
-        # A process has one module per name. It must not be that of another project, or of Python.
+        # A process has one module per name. It must not belong to another project, or to Python.
         package = name.partition(".")[0]
         imported = getattr(sys.modules[package], "__file__", None)
         for own in (folder / f"{package}.py", folder / package / "__init__.py"):
@@ -173,7 +173,7 @@ _USEFUL = (list, tuple, dict, len)
 
 
 def check_parts(value: Any, name: str = "") -> None:
-    """Check all parts in settings, `name` being that of the setting. Imports modules; calls nothing."""
+    """Check all parts in settings. name: of the setting. Imports modules; calls nothing."""
     if isinstance(value, Part):
         value.check(name)
     elif is_dataclass(value):

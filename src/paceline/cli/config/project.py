@@ -54,7 +54,7 @@ class Project:
     def resolve(self, num_workers: int, global_batch: int | None = None) -> Project:
         """The project for this number of workers: a batch per worker becomes a global batch.
 
-        global_batch: that of the run's first start, which a resumed run keeps on any number of workers.
+        global_batch: of the run's first start, which a resumed run keeps on any number of workers.
         """
         if num_workers < 1:
             raise ValueError(f"num_workers={num_workers} must be >= 1")
@@ -73,7 +73,7 @@ class Project:
         problems = []
         for key, message in contradictions(self.settings):
             place = key
-            while place not in self.origins:  # then that of the section
+            while place not in self.origins:  # then the section's
                 place = place.rpartition(".")[0]
             origin = self.origins[place]
             problems.append((origin, f"{origin.alias or key} {message}"))

@@ -71,8 +71,8 @@ class Images(Section, kind="images"):
     size: int = setting("side length of the model's input, in pixels", 224, least=1)
     augment: bool = setting("random crops and flips", True)
     classes: tuple[str, ...] | None = setting("sub-folders to use; all if null", None)
-    mean: tuple[float, ...] | None = setting("per channel; that of ImageNet if null", None)
-    std: tuple[float, ...] | None = setting("per channel; that of ImageNet if null", None, above=0)
+    mean: tuple[float, ...] | None = setting("per channel; ImageNet's if null", None)
+    std: tuple[float, ...] | None = setting("per channel; ImageNet's if null", None, above=0)
 
 
 class Hf(Section, kind="hf"):
@@ -199,7 +199,7 @@ class ProjectSettings(Section):
     workers: int | None = setting("worker processes; one per device if null", None, least=1, most=1024)
     devices: tuple[int, ...] | Literal["cpu"] | None = setting("GPU numbers, or cpu; all GPUs if null", None, least=0)
     max_restarts: int = setting("how often failed workers are restarted; with min_workers, replaced", 0, least=0)
-    min_workers: int | None = setting("go on without workers that die while this many are left", None, least=1)
+    min_workers: int | None = setting("continue without workers that die while this many are left", None, least=1)
     stall_s: float | None = setting("with min_workers: a longer micro-batch counts as a death", None, above=0)
     output: str = setting("folder for the folders of runs, relative to the current folder", "runs")
     loggers: tuple[LoggerName | Part | Logger, ...] = setting("loggers, in addition to the run's own files", ())

@@ -1,6 +1,6 @@
-"""From settings to the arguments of `Trainer.setup`. Python objects of the user are imported when they are needed.
+"""Turns settings into arguments of `Trainer.setup`.
 
-So is torch: project files are checked and shown without it.
+The user's Python objects and torch are imported on demand: project files are checked and shown without them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a tree of values to typed settings. pydantic checks types, limits and unions; keys and places are ours."""
+"""Turns a tree of values into typed settings. pydantic checks types, limits and unions, this module tracks origins."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _INT64 = 2**63
 
 @dataclass
 class Validation:
-    """What is known of a tree after `validate`. origins: the place of every given value by dotted key."""
+    """The result of `validate`. origins: the place of every given value by dotted key."""
 
     folder: Path
     problems: list[Problem] = field(default_factory=list)
@@ -104,7 +104,7 @@ def _adapter() -> pydantic.TypeAdapter[ProjectSettings]:
 
 
 def _type(hint: Any, limits: Limits) -> Any:
-    """The pydantic type for a declared one. It takes a node, and reports a problem unless one inside of it did."""
+    """The pydantic type for a declared one. It takes a node, and reports a problem unless an inner one did."""
 
     def validate(node: Node, handler: Any, info: Any) -> Any:
         num_problems = len(info.context.problems)

@@ -33,7 +33,7 @@ Content: TypeAlias = "Scalar | tuple[Node, ...] | dict[str, Node]"
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """A scalar, a list or a mapping. The origin of a mapping's value is its key's, that of a list's item its start.
+    """A scalar, a list or a mapping. The origin of a mapping's value is its key; of a list's item, its start.
 
     key: the dotted key of the value; set when the tree is validated.
     """
@@ -153,7 +153,7 @@ def _read(text: str, place_of: Callable[[int, int], Origin]) -> Node:
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """PyYAML up to its node tree, and from there to ours. The target of an alias is converted once and shared."""
+    """Converts PyYAML's node tree to `Node`s. The target of an alias is converted once and shared."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)

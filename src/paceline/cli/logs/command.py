@@ -40,7 +40,7 @@ _MARKDOWN_COLUMNS = (
 
 def add_parser(commands: Any) -> None:
     examples = ("list", "summary --all --format md", "plot 2workers 4workers -o losses.png")
-    group = cli.add_group(commands, "logs", "look at runs: list, summary, plot", examples)
+    group = cli.add_group(commands, "logs", "inspect runs: list, summary, plot", examples)
 
     summary = "list the runs in a folder, the oldest first"
     parser = cli.add_command(group, "list", summary, _LIST_NOTE, examples=("", "/data/runs"), run=_list)
@@ -79,7 +79,7 @@ def add_parser(commands: Any) -> None:
     what = "smooth with a centered moving average over N values; the original values are drawn faintly"
     parser.add_argument("--smooth", type=cli.integer(1), default=1, metavar="N", help=what)
     what = (
-        "use logarithmic y axes for the chosen metrics, by default for losses and the gradient norm, where all values "
+        "use logarithmic y axes for the chosen metrics, by default for losses and the gradient norm, if all values "
         "are positive"
     )
     parser.add_argument("--log-scale", action="store_true", help=what)
@@ -208,7 +208,7 @@ def _plot(options: argparse.Namespace) -> None:
 
 
 def _write_page(runs: Sequence[RunFiles], path: Path) -> None:
-    """The page of `paceline watch`, as one file. It has all metrics, so that the other options do not apply."""
+    """The page of `paceline watch` in one file. It has all metrics, so the other options do not apply."""
     from paceline.cli.watch.export import export_html
     from paceline.cli.watch.runs import Runs
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from paceline.cli.commands import flat_settings, shortened
-from paceline.observe.run_files import RunFiles
+from paceline.cli.commands import shortened
+from paceline.observe.run_files import RunFiles, read_settings
 
 MAX_SETTINGS = 3
 MAX_LABEL = 40
@@ -33,7 +33,7 @@ def run_labels(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def short_names(runs: Sequence[RunFiles]) -> list[str]:
-    """The shortest unique names: those of the configs, with the time of day, or the names of the folders."""
+    """The shortest unique names: the configs' names, these with the time of day, or the folders' names."""
     configs = [files.config_name for files in runs]
     with_time = [f"{files.config_name} {files.time_of_day}".strip() for files in runs]
     unique = [labels for labels in (configs, with_time) if len(set(labels)) == len(labels)]
@@ -41,15 +41,7 @@ def short_names(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def _settings(files: RunFiles) -> dict[str, Any]:
-    """The run's resolved settings by dotted key; empty if they cannot be read."""
-    import yaml  # type: ignore[import-untyped]
-
-    try:
-        found = yaml.safe_load(files.config.read_bytes())
-    except (OSError, yaml.YAMLError, ValueError, RecursionError):
-        return {}
-    flat = flat_settings(found) if isinstance(found, Mapping) else {}
-    return {key: value for key, value in flat.items() if not f"{key}.".startswith(_IGNORED)}
+    return {key: value for key, value in read_settings(files.config).items() if not f"{key}.".startswith(_IGNORED)}
 
 
 def _short(key: str, keys: Sequence[str]) -> str:

@@ -31,7 +31,7 @@ AXIS_LABELS = {
     "waiting": "waiting (part of the time)",
     "time": "time of training (s)",
 }
-# Other names of metrics, as other tools have them. `eval_loss` is `eval/loss`, and so on.
+# Other tools' names of metrics. `eval_loss` is `eval/loss`, and so on.
 OTHER_NAMES = {
     "learning_rate": "lr",
     "train_loss": "loss",
@@ -106,7 +106,7 @@ def make_panels(
     """One panel per metric, by default for loss, evaluations, learning rate, gradient norm and throughput. Every run
     has a line in each panel.
 
-    log_scale: for the chosen metrics, by default for losses and the gradient norm, where all values are positive.
+    log_scale: for the chosen metrics, by default for losses and the gradient norm, if all values are positive.
     """
     metrics = [_own_name(metric) for metric in metrics]
     needed = [*(metrics or ["loss", "eval/loss"]), x_axis] if metrics or only_loss else None
@@ -137,7 +137,7 @@ def make_panels(
 def _marks(
     files: RunFiles, curves: Curves, x_of: Callable[[Curves, Steps], Numbers], *, has_checkpoints: bool
 ) -> list[Mark]:
-    """Where the run was resumed, where its workers changed, and the checkpoints that it has."""
+    """The run's resumes, changes of its workers, and checkpoints."""
     saved = complete_steps(files.checkpoints) if has_checkpoints else []
     changes = [change for change in read_world_changes(files) if 0 < change.step <= curves.last_step]
     at = x_of(curves, np.array([change.step for change in changes], np.int64))
@@ -270,7 +270,7 @@ def _x_axis(runs: Sequence[Curves], axis: XAxis) -> tuple[str, Callable[[Curves,
 def epoch_starts(steps: Steps, epochs: Numbers) -> tuple[Steps, Numbers]:
     """The step before the first of each epoch, and the epoch's index; then the expected end of the last epoch.
 
-    That epoch may be incomplete: it is taken to be as long as the longest before it.
+    That epoch may be incomplete: it is assumed to be as long as the longest before it.
     """
     firsts = np.flatnonzero(np.diff(epochs, prepend=epochs[0] - 1))
     starts = [0 if epochs[0] == 0 else steps[0], *steps[firsts[1:] - 1]]

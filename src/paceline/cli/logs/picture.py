@@ -100,7 +100,7 @@ def _draw_panel(axes: Axes, panel: Panel, height_points: float) -> None:
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_locator(NullLocator())
     _draw_marks(axes, panel.marks)
-    # Evaluations have the color of their run, whose name is at the end of its other line.
+    # Evaluations have the color of their run, which is named at the end of its other line.
     named = {one.color for one in lines if not one.is_sparse}
     labelled = {one: line for one, line in lines.items() if not one.is_sparse or len(named) < 2}
     if len(lines) > 1:
@@ -112,7 +112,7 @@ def _draw_marks(axes: Axes, marks: Sequence[Mark]) -> None:
     for kind in dict.fromkeys(mark.kind for mark in marks):
         at = [mark for mark in marks if mark.kind == kind]
         if kind in ("resume", "world"):
-            for mark in at:  # those who join come soon after those who left: lower, so that both can be read
+            for mark in at:  # workers join soon after others left: lower, so that both texts are readable
                 axes.axvline(mark.x, color=_MARK_COLOR, linewidth=0.8, linestyle=":")
                 axes.annotate(
                     mark.text or "resumed", (mark.x, 1.0), xytext=(3, -11 if mark.text.startswith("+") else -2),
@@ -159,7 +159,7 @@ def label_ends(axes: Axes, lines: Mapping[Series, Line2D], height_points: float)
 def spread(heights: Sequence[float], distance: float) -> list[float]:
     """The heights (0 to 1), moved as little as needed to be `distance` apart, in the same order."""
     order = sorted(range(len(heights)), key=lambda i: heights[i])
-    # Groups of touching labels: their number and the sum of the places that their first one would like to have.
+    # Groups of touching labels: their number, and the sum of the positions that each wants for the first one.
     groups: list[tuple[int, float]] = []
     for i in order:
         groups.append((1, heights[i]))

@@ -1,4 +1,4 @@
-"""`paceline plan`: what will this hardware do?"""
+"""`paceline plan`: predicts how fast some hardware will train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line of `paceline plan`, and what its words mean. Needs no torch."""
+"""The command line of `paceline plan`, and the parsers of its values. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from paceline.cli.commands import add_command, integer
 _NOTE = """\
 Trains some twenty steps on the devices of this machine, alone and together,
 and predicts how fast combinations of workers are: samples/s, time and cost,
-the workers' shares, and what limits them. Nothing is saved but the profile
-(--out), which other machines can combine with theirs (--add).
+the workers' shares, and what limits them. Only the profile is saved (--out),
+which other machines can combine with theirs (--add).
 
-Names of devices are those of the profiles; --name and --add NAME=FILE choose
-shorter ones. Machines are joined by --link; devices of one profile are on one
-machine. A device nobody has is given by its speed relative to this machine's.
+Devices have the names of their profiles; --name and --add NAME=FILE choose
+shorter ones. Devices of one profile are on one machine; --link joins machines.
+--device adds a device by its speed relative to this machine's.
 """
 _EXAMPLES = (
     "2workers.yaml",
@@ -44,27 +44,27 @@ def add_parser(commands: Any) -> None:
     add("--name", metavar="NAME", help="what to call this machine's device (default: its model)")
     what = "another machine's profile, and what to call its device; repeatable"
     add("--add", action="append", default=[], metavar="[NAME=]FILE", help=what)
-    what = "a device that nobody has, FACTOR times as fast as this machine's; repeatable"
+    what = "a device that was not measured, FACTOR times as fast as this machine's; repeatable"
     add("--device", action="append", default=[], type=factor, metavar="NAME=FACTOR", help=what)
-    what = "the workers to predict for, such as 2xA,1xB (default: all that were measured)"
+    what = "the workers to predict for, such as 2xA,1xB (default: all measured devices)"
     add("--workers", type=workers, metavar="NxA,MxB", help=what)
     what = "samples per step to predict for (default: the project's); changes the course of a run"
     add("--global-batch", type=integer(1), metavar="N", help=what)
-    add("--link", type=bits_per_s, metavar="SPEED", help="of the network between machines, such as 1Gbit or 100Mbit")
+    add("--link", type=bits_per_s, metavar="SPEED", help="bandwidth between machines, such as 1Gbit or 100Mbit")
     add("--price", type=prices, default={}, metavar="A=P/h,B=Q/h", help="price of a device per hour")
     add("--steps", type=integer(1), default=20, metavar="N", help="steps to measure (default: %(default)s)")
     what = "find the fastest micro-batch that fits the memory of every device, instead of predicting"
     add("--find", choices=["micro_batch"], help=what)
-    what = "replay so long a run through the planner and the membership, instead of predicting"
+    what = "simulate a run of this length with many workers, instead of predicting"
     add("--simulate", type=duration, metavar="TIME", help=what)
     what = "with --simulate: deaths per worker and hour (default: 0)"
     add("--failures", type=rate, default=0.0, metavar="RATE", help=what)
-    add("--noise", type=rate, default=0.03, metavar="PART", help="with --simulate: of times (default: %(default)s)")
-    what = "with --simulate: until a dead worker's replacement joins (default: never)"
+    add("--noise", type=rate, default=0.03, metavar="PART", help="with --simulate: noise (default: %(default)s)")
+    what = "with --simulate: time until a dead worker's replacement joins (default: never)"
     add("--replace-after", type=duration, metavar="TIME", help=what)
-    what = "with --simulate: who comes and goes, lines of {'at_s': 60, 'worker': 3, 'event': 'leave' or 'join'}"
+    what = "with --simulate: when workers leave or join, lines of {'at_s': 60, 'worker': 3, 'event': 'leave' or 'join'}"
     add("--trace", type=Path, metavar="FILE", help=what)
-    add("--seed", type=integer(0), default=0, metavar="N", help="with --simulate: of noise and deaths")
+    add("--seed", type=integer(0), default=0, metavar="N", help="with --simulate: seed of noise and deaths")
     what = "write the answer into a run's folder: `paceline watch` shows it on the run's page"
     add("--run", dest="run_folder", type=Path, metavar="FOLDER", help=what)
     add("--json", action="store_true", help="print JSON")

@@ -1,4 +1,4 @@
-"""Runs `paceline plan`: from profiles to the answer."""
+"""Runs `paceline plan`: from profiles to predictions and advice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HEADER = ("workers", "strategy", "samples/s", "between", "of sum", "epoch", "co
 
 @dataclass(frozen=True)
 class Situation:
-    """What is asked about: the workers, and the hardware between them."""
+    """What to predict: the workload, the workers, and the hardware between them."""
 
     workload: predict.Workload
     kinds: Sequence[Kind]
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 def _own_profile(options: argparse.Namespace) -> Profile:
     if options.profile is not None:
         if options.config is not None:
-            raise CommandError("CONFIG is measured and --profile was: leave one of them out", 2)
+            raise CommandError("CONFIG is to be measured, and --profile was measured before: give only one of them", 2)
         profile = _read_profile(str(options.profile))
     else:
         from paceline.cli.plan.measure import measure
@@ -131,7 +131,7 @@ def _situation(options: argparse.Namespace, own: Profile) -> Situation:
 
 
 def _link(bits_per_s: float | None, profiles: Sequence[Profile]) -> predict.Link | None:
-    """As it is sold; else the slowest that a profile was measured over."""
+    """The link of this nominal bandwidth; by default the slowest link of the profiles."""
     if bits_per_s is not None:
         return predict.Link.sold_as(bits_per_s)
     measured = [profile.link for profile in profiles if profile.link is not None]
@@ -153,7 +153,7 @@ def _read_profile(text: str) -> Profile:
 
 
 def _workload(own: Profile, wanted: int | None) -> predict.Workload:
-    """wanted: another global batch than the profile's. A profile without one is of a run with a cadence."""
+    """wanted: replaces the profile's global batch. A profile of a run with a cadence has none."""
     subject, strategy = own.subject, "gradients" if own.global_batch or wanted else Cadence()
     global_batch = wanted or own.global_batch or subject.micro_batch
     count = Steps(own.num_samples or global_batch, global_batch, subject.micro_batch).max_micro_batches

@@ -1,4 +1,4 @@
-"""Measures a project on this machine's devices: each kind alone, then all together, in processes of their own."""
+"""Measures a project on this machine's devices: each kind alone, then all together, in separate processes."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def num_devices() -> int:
 
 
 def _profile(project: Project, number: int | None, num_steps: int) -> tuple[Profile, StepTimes]:
-    """In a worker. number: of the GPU to use; None: this worker's own."""
+    """Runs in a worker. number: the GPU to use; None for this worker's own."""
     settings = project.settings
     with reporting_project_errors():
         project.check_parts()
         arguments = trainer_arguments(project)
         arguments["runtime"] = _runtime(arguments["runtime"])
-        if isinstance(arguments["strategy"], Averaging):  # its workers tell their times only when they average
+        if isinstance(arguments["strategy"], Averaging):  # its workers report times only when they average
             arguments["strategy"] = "gradients"
         if number is not None and torch.cuda.is_available():
             arguments["device"] = f"cuda:{number}"
@@ -75,7 +75,7 @@ def _profile(project: Project, number: int | None, num_steps: int) -> tuple[Prof
 
 
 def _find(project: Project) -> FoundMicroBatch:
-    """In a worker."""
+    """Runs in a worker."""
     settings = project.settings
     with reporting_project_errors():
         project.check_parts()
@@ -96,7 +96,7 @@ def _find(project: Project) -> FoundMicroBatch:
 
 
 def _runtime(runtime: Runtime) -> Runtime:
-    """A CPU worker has one thread, alone as in company, unless the project says otherwise."""
+    """A CPU worker has one thread, with or without other workers, unless the project sets another number."""
     is_cpu = not torch.cuda.is_available()
     return replace(runtime, threads=1) if is_cpu and runtime.threads is None else runtime
 
@@ -110,7 +110,7 @@ def _kinds() -> dict[str, int]:
 
 
 def _counts(kinds: dict[str, int]) -> tuple[int, ...]:
-    """GPUs of each kind. CPU workers: two, where there are two cores, to see what they cost each other."""
+    """GPUs of each kind. CPU workers: two, if there are two cores, to measure their contention."""
     if list(kinds) == ["cpu"]:
         return (min(2, len(os.sched_getaffinity(0))),)
     names = [torch.cuda.get_device_name(device) for device in devices()]

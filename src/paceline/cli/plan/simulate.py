@@ -1,4 +1,4 @@
-"""`paceline plan --simulate`: what becomes of a long run of many workers."""
+"""`paceline plan --simulate`: a long run of many workers, simulated."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def simulate(options: argparse.Namespace, situation: Situation) -> int:
             "workers": f"{outcome.num_workers}, at least {values['least_workers']} at a time",
             "simulated": f"{formats.duration(outcome.seconds)}, {cli.count(outcome.steps, 'step')}",
             "speed": speed,
-            "wasted": f"{values['wasted']:.2%} of the computing, in steps that were begun again",
+            "wasted": f"{values['wasted']:.2%} of the compute time, in steps that were repeated",
             "changes": f"{cli.count(outcome.deaths, 'death')}, {outcome.leaves} left, {outcome.joins} joined",
             "full speed": recovery,
             "shares": f"{values['least_share']} to {values['largest_share']} micro-batches per step",

@@ -16,7 +16,7 @@ exit codes:
   0    the run is complete
   1    it failed; the first error is shown, all output is in RUN/ranks
   2    the command or the project is wrong; nothing was trained
-  75   it was asked to stop and was saved; continue it with --resume
+  75   it was stopped on request and saved; continue it with --resume
   130  Ctrl-C before anything could be saved; 143 after SIGTERM
 
 example:
@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> None:
         help="resume a run with its own settings: its name, its folder, or one of its checkpoints (default: the newest "
         "run of CONFIG)",
     )
-    what = "settings that may differ from those of the checkpoint, such as global_batch"
+    what = "settings that may differ from the checkpoint, such as global_batch"
     parser.add_argument("--allow", metavar="A,B", help=what)
     what = "components of the checkpoint to start without, such as optimizer"
     parser.add_argument("--skip", metavar="A,B", help=what)

@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
         if not isinstance(reason, ProjectError):
             return _report(reason or error, 1)
         if not (options.dry_run or request.is_resumed or options.run_folder or is_worker()):
-            shutil.rmtree(request.files.root, ignore_errors=True)  # or a later --resume would take it for the newest
+            shutil.rmtree(request.files.root, ignore_errors=True)  # or a later --resume would choose it as the newest
         return _report(reason, 2)
 
 
@@ -162,7 +162,7 @@ def _request(options: argparse.Namespace) -> RunRequest:
 
 
 def _resumed(options: argparse.Namespace, overrides: list[str]) -> RunRequest:
-    """The request to resume a run with its own settings. What differs now is reported."""
+    """The request to resume a run with its own settings. Prints the settings that differ now."""
     given = None
     if options.config is not None:
         with suppress(ConfigError):  # it is only compared, and may no longer be valid
@@ -217,7 +217,7 @@ def _train(request: RunRequest, num_workers: int) -> int:
 
 
 def _launch(request: RunRequest, num_workers: int) -> None:
-    """Run the workers. Theirs is the output of this process, which alone writes to its terminal."""
+    """Run the workers. Only this process writes to its terminal, also the workers' output."""
     settings, logs = request.project.settings, request.files.ranks
     if is_worker():
         launch(train, num_workers, args=(request,), max_restarts=settings.max_restarts, logs=logs)

@@ -28,7 +28,7 @@ class Display:
         self._shown: tuple[int, int | None, str] | None = None
 
     def update(self) -> bool:
-        """Draw what is new; a function for `launch_workers` to call, which never ends the workers."""
+        """Draw changes. Called by `launch_workers`; the result never ends the workers."""
         found = read_live_file(self._live_file)
         if found is not None and found != self._shown:
             self._shown = found
@@ -58,7 +58,7 @@ class _AboveTheBar:
         lines, newline, self._rest = (self._rest + text).rpartition("\n")
         if newline:
             self._display.erase()
-            # Long messages of our own are broken between words. Other output is passed on unchanged.
+            # Paceline's own long messages are broken between words. Other output is passed on unchanged.
             width = terminal_width() - 1
             shown = (formats.wrapped(x, width) if x.startswith("paceline: ") else x for x in lines.split("\n"))
             self._stream.writelines(f"{line}\n" for line in shown)

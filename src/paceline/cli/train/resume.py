@@ -1,4 +1,4 @@
-"""`paceline train --resume`: which run it is, the run's own settings, and what differs from them now."""
+"""`paceline train --resume`: finds the run and its settings, and reports settings that differ now."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint.folders import MANIFEST_NAME
-from paceline.cli.commands import CommandError, choose_run, find_runs, flat_settings
+from paceline.cli.commands import CommandError, choose_run, find_runs
 from paceline.cli.config import Project, load_project
 from paceline.cli.config.schema import Trainer
 from paceline.cli.config.show import one_line, plain
 from paceline.cli.train import NEWEST
 from paceline.observe import run_files
-from paceline.observe.run_files import RunFiles
+from paceline.observe.run_files import RunFiles, flat_settings
 
 # In environment.json.
 PROJECT_KEY = "project"
@@ -53,8 +53,8 @@ def find_run(named: str, output: Path, config_name: str | None) -> tuple[RunFile
 def own_project(files: RunFiles, overrides: Sequence[str], given: Path | None) -> Project:
     """The project with the settings of the run, except for `overrides`.
 
-    given: the project file of the command line, if any. Python modules and paths are relative to its folder, or to
-    that of the file the run was started with.
+    given: the project file of the command line, if any. Python modules and paths are relative to its folder, or to the
+    folder of the file that started the run.
     """
     environment = run_files.read_json(files.environment)
     recorded = environment.get(PROJECT_KEY) if isinstance(environment, Mapping) else None
@@ -65,7 +65,7 @@ def own_project(files: RunFiles, overrides: Sequence[str], given: Path | None) -
 
 
 def differences(before: Project, now: Project, given: Project | None) -> Iterator[str]:
-    """Sentences about the settings of this start, `now`, that are not those of the run `before`.
+    """Sentences about settings of this start, `now`, that differ from the run's, `before`.
 
     given: the project file of the command line, whose other settings have no effect.
     """

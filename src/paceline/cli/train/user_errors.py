@@ -17,7 +17,7 @@ from paceline.checkpoint.errors import CheckpointError
 from paceline.core.errors import PacelineError, WorkerError
 from paceline.run.saving.resuming import NoProgressError
 
-# Remedies of the library that name arguments of Python, and what they are called on the command line.
+# Remedies in the library's errors that name Python arguments, and the corresponding options of the command.
 _COMMAND_WORDS = (
     (r"list in allow=\[\.\.\.\] those that may differ", "name those that may differ: --allow NAME,NAME"),
     (r"(?:set|add it to) skip=\[\.\.\.\]", "use --skip NAME"),

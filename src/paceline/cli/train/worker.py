@@ -32,7 +32,7 @@ from paceline.run.step.record import StepRecord
 class RunRequest:
     """A run to start or to resume.
 
-    checkpoint: the one to resume from; without it, a run that `is_resumed` continues from its newest.
+    checkpoint: the checkpoint to resume from; without it, a run that `is_resumed` continues from its newest.
     live_file: where to write progress for the command, which shows it on its terminal; None to print it.
     """
 
@@ -72,7 +72,7 @@ def _prepare(request: RunRequest, stack: ExitStack) -> tuple[Trainer, MainMonito
     timeline = files.timeline if settings.trainer.timeline else None
     arguments = trainer_setup.setup_arguments(settings, project.folder, files.checkpoints, timeline)
     saving = arguments.get("checkpoints")
-    if saving is not None and request.is_resumed:  # from its own, even if it once began with another's
+    if saving is not None and request.is_resumed:  # from its own checkpoint, even if it started from another run's
         own = "auto" if saving.resume is None or latest(Path(saving.folder)) else saving.resume
         arguments["checkpoints"] = replace(saving, resume=request.checkpoint or own)
     if request.quiet:

@@ -3,8 +3,8 @@
 Small buffers are copied to where the peers can read them, and every worker sums all copies: one synchronization. Large
 buffers are divided into blocks, and workers that wait claim blocks: the claimant sums a block over all parts in rank
 order and writes the sum to all parts, so every byte is read once and written once: two synchronizations. A worker that
-has started the exchange but is busy delays nobody, and which worker sums a block does not change the result. Buffers of
-a world with several hosts are summed by the host's leader; see `bridge`.
+has started the exchange but is busy does not delay the others, and the result does not depend on which worker sums a
+block. Buffers of a world with several hosts are summed by the host's leader; see `bridge`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SINGLE_THREAD_NUMEL = 32704
 
 
 class SharedBuffer(ABC):
-    """What `empty` allocates.
+    """A buffer that `empty` allocates.
 
     Data that peers may still read when the next exchange of the same buffer starts is double-buffered. Two turns
     suffice: a worker that starts the next but one exchange has seen all peers start the next one, and so end this one.
@@ -45,11 +45,11 @@ class SharedBuffer(ABC):
         self.turn = 0  # alternates between 0 and 1
 
     def publish(self) -> None:  # noqa: B027 - most kinds have nothing to do
-        """Called before the peers are told that this worker's part is complete."""
+        """Called before the call is announced to the peers."""
 
     @abstractmethod
     def complete(self, number: int, call: str, source: int | None) -> None:
-        """Wait for the peers, then replace the tensor by the sum over all workers, or by that of rank `source`."""
+        """Wait for the peers, then replace the tensor by the sum over all workers, or by rank `source`'s tensor."""
 
 
 class SmallBuffer(SharedBuffer):

@@ -45,7 +45,7 @@ def owned_buffers(communicator: SharedMemoryCommunicator, peers: LocalPeers, own
 
 
 class _Role(NamedTuple):
-    """totals: where the sum is, by rank, for those who hold it."""
+    """totals: the memory of the sum, by rank, of its holders."""
 
     communicator: SharedMemoryCommunicator
     owner: int
@@ -76,7 +76,7 @@ class _Owned(LargeBuffer):
 
 
 class _OwnedAmongHosts(BridgedBuffer):
-    """All workers get the sum, and all what the owner delivers."""
+    """All workers get the sum, and all get what the owner delivers."""
 
     def __init__(self, peers: LocalPeers, name: str, parts: Sequence[torch.Tensor], role: _Role) -> None:
         super().__init__(peers, name, parts, role.communicator.num_hosts)

@@ -1,4 +1,4 @@
-"""The workers of one host, as one of them sees the others: where they are, how to wait for them, who is lost."""
+"""The workers of one host: finding them, waiting for them, and detecting lost ones."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class LocalPeers:
                             what = f"waited timeout_s={self.timeout_s:g} s in {call}"
                             raise CommunicationTimeout(f"rank {self.world.rank} {what}: ranks {missing} {omission}")
                     segment.signal.sleep(signal, NAP_S)
-            # Spinning pays only where waits are short: not beside other programs, nor under a CPU quota.
+            # Spinning pays only if waits are short: not with other programs on the cores, nor under a CPU quota.
             was_short = perf_counter() - started < self._max_spin_s
             self._spin_s = min(2 * self._spin_s + 1e-6, self._max_spin_s) if was_short else self._spin_s / 2
 

@@ -142,7 +142,7 @@ class Segment:
 
     @property
     def num_received(self) -> int:
-        """This worker has received all deliveries with lower numbers that are not its own."""
+        """This worker has received all deliveries of others with lower numbers."""
         return self._words[_NUM_RECEIVED]
 
     @property
@@ -187,7 +187,7 @@ class OwnSegment(Segment):
     def allocate(self, nbytes: int, most: int = 0) -> int:
         """The offset of `nbytes` zeroed bytes that start on a new page, or on a new huge page if they fill one.
 
-        most: the largest number of bytes that a peer allocates in the same call, where they differ.
+        most: the largest number of bytes that a peer allocates in the same call, if they differ.
         """
         most = max(nbytes, most)
         page = HUGE_PAGE_BYTES if most >= HUGE_PAGE_BYTES else PAGE_BYTES

@@ -43,7 +43,7 @@ class Step(NamedTuple):
 
 
 class Feed(Protocol):
-    """Call `begin_step`, then `micro_batch` for each of this worker's; a step may be begun again at its position."""
+    """Call `begin_step`, then `micro_batch` for each of this worker's; a step may be repeated at its position."""
 
     def begin_step(self, position: Position) -> Step | None:
         """The step at this position, or None at the end of the epoch. The result is the same on all workers."""

@@ -35,11 +35,11 @@ STEPS_AHEAD = 2
 # A step that needs the data still waits at most timeout_s.
 NO_TIMEOUT_S = 7 * 24 * 3600.0
 
-# Makes the link of a world, with the timeout of a message and that of the connection itself, in seconds.
+# Makes the link of a world, with the timeouts of a message and of connecting, in seconds.
 Connect: TypeAlias = Callable[[World, float, float], Link]
 
 _MISSING = -1  # the number of samples of a micro-batch that does not exist
-# The number of samples of each micro-batch of a step, and what this worker's own micro-batches are.
+# The number of samples of each micro-batch of a step, and this worker's own micro-batches.
 _StepData: TypeAlias = tuple[Sequence[int], Sequence[Read]]
 
 
@@ -130,7 +130,7 @@ class CoordinatedFeed:
         return self._current[0].after
 
     def reconnect(self) -> None:
-        # What was read ahead was planned for other workers, and a stream's readers are ahead of the position.
+        # Data read ahead was planned for other workers, and a stream's readers are ahead of the position.
         self.close()
         self.epochs.reconnect()
         self._open()
@@ -141,7 +141,7 @@ class CoordinatedFeed:
 
     def _next_step(self, position: Position) -> tuple[_PlannedStep, _StepData]:
         if self._in_flight and self._in_flight[0][0].position[:2] != position[:2]:
-            self._drop_planned()  # the run went elsewhere
+            self._drop_planned()  # the run's position has changed
         self.epochs.begin(position.epoch)
         upcoming = self._in_flight[-1][0].after if self._in_flight else position
         while len(self._in_flight) <= self._num_ahead and (epoch := self.epochs.known(upcoming.epoch)) is not None:
@@ -152,7 +152,7 @@ class CoordinatedFeed:
         return planned._replace(position=position), answer()
 
     def _drop_planned(self) -> None:
-        """All workers do this at the same step. What is in flight is completed first."""
+        """All workers do this at the same step. Requests in flight are completed first."""
         for _, answer in self._in_flight:
             answer()
         self._in_flight.clear()
@@ -161,7 +161,7 @@ class CoordinatedFeed:
     # The methods below run in the reading thread, if there is one.
 
     def _load(self, planned: _PlannedStep) -> _StepData:
-        """Read a step's micro-batches and exchange what other workers need of them."""
+        """Read a step's micro-batches, and exchange the parts that other workers need."""
         plan, link = planned.plan, self._link
         if link is None or self.settings.feed == "sharded":
             counts, own = self._read_all(planned, plan[self._world.rank])

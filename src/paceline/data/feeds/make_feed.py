@@ -20,7 +20,7 @@ from paceline.data.sources.streams import IterableStream, StreamEpoch, StreamRea
 from paceline.plan.epoch import Steps
 
 if TYPE_CHECKING:
-    from paceline.comm.rendezvous import MeetingPoint
+    from paceline.comm.rendezvous import RendezvousPoint
 
 
 def as_data(data: Any, *, collate_fn: Callable[[list[Any]], Any] | None, seed: int) -> Source | IterableStream:
@@ -31,8 +31,8 @@ def as_data(data: Any, *, collate_fn: Callable[[list[Any]], Any] | None, seed: i
     return IterableStream(data, seed) if is_iterable_only else as_source(data, collate_fn=collate_fn, seed=seed)
 
 
-def make_link(world: World, timeout_s: float, join_timeout_s: float, at: MeetingPoint | None = None) -> Link:
-    """A link between the workers of a world, beside the step's exchange."""
+def make_link(world: World, timeout_s: float, join_timeout_s: float, at: RendezvousPoint | None = None) -> Link:
+    """A link between the workers of a world, in addition to the step's exchange."""
     # Imported on demand: a world of one worker does not need torch.distributed.
     if world.local_size == world.size:
         from paceline.comm.host_link import HostLink

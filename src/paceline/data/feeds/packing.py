@@ -1,4 +1,4 @@
-"""Batches between processes: pickled into a memory file, with tensors and arrays in aligned blocks of their own."""
+"""Batches between processes: pickled into a memory file, with tensors and arrays in separate, aligned blocks."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class _ReaderProcess:
         self._stack_file = os.memfd_create("paceline-stack", os.MFD_CLOEXEC)
         self._pid: int | None = _fork(partial(_serve, theirs, read, self._stack_file))
         theirs.close()
-        self.open: deque[weakref.ref[Future[Any]]] = deque()  # dead references: the answer is not wanted any more
+        self.open: deque[weakref.ref[Future[Any]]] = deque()  # dead references: the answer is no longer wanted
 
     def submit(self, request: Hashable) -> Callable[[], Any]:
         future: Future[Any] = Future()

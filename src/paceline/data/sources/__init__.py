@@ -1,1 +1,1 @@
-"""One small interface over what users keep their samples in."""
+"""A common interface to the formats of users' data."""

@@ -24,7 +24,7 @@ _SUFFIXES = (".arrow", ".feather", ".ipc", ".parquet", ".pq")
 
 
 class ArrowSource(CollatingSource):
-    """Rows of Arrow files (file or stream format, such as those of HF datasets) and Parquet files.
+    """Rows of Arrow files (file or stream format, such as HF datasets') and Parquet files.
 
     A micro-batch is a dict of columns: a tensor (samples, ...) for numbers and for lists of numbers of equal length,
     else a list of Python values. uint16 and uint32 become int64; other number types are kept.

@@ -228,7 +228,7 @@ class FileBatches(RecordBatches):
                 yield i, *self._chosen(batch, mapping)
 
     def _chosen(self, batch: Any, mapping: Any) -> tuple[Any, bool]:
-        """The chosen columns, and whether their memory is that of the file."""
+        """The chosen columns, and whether their memory is the file's."""
         batch.validate()
         arrays = [batch.column(name) for name in self._columns]
         buffers = (buffer for array in arrays for buffer in array.buffers() if buffer is not None and buffer.size)

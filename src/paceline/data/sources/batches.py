@@ -71,7 +71,7 @@ class WholeBatches(WrappedData):
 
 
 def num_samples_of(batch: Any, *, is_weighed: bool = False) -> int:
-    """The rows of a batch. If a weight_fn weighs it, 1 where they cannot be counted."""
+    """The rows of a batch; 1 if they cannot be counted and a weight_fn weighs it."""
     try:
         num_rows = count_rows(batch)
     except TypeError:

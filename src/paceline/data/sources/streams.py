@@ -127,7 +127,7 @@ class StreamEpoch(Epoch):
 
 
 class StreamReader:
-    """Reads micro-batches of a stream. This is cheap if those of a shard come in order, as in a run.
+    """Reads micro-batches of a stream. This is cheap if a shard's micro-batches come in order, as in a run.
 
     The iterables of a `BatchStream` are its shards. Each gives its whole part of a step before the next one's turn.
     """

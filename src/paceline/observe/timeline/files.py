@@ -10,9 +10,9 @@ where
     an event is     [name, step, time, details]
     a sample is     [time, seconds it covers, {name: value}]
 
-Condensing keeps a file small. The newer half is left alone. Older steps are summed over 16, 32, 64 or more steps: a
-span per kind, laid end to end. Older samples become means over longer times. This is repeated until they fit into a
-quarter of the file.
+Condensing keeps a file small. The newer half is left alone. Older steps are summed over 16, 32, 64 or more steps: one
+span per kind, end to end. Older samples become means over longer times. This is repeated until they fit into a quarter
+of the file.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from paceline.observe.json_lines import LineReader, parse_lines, replace_file, t
 
 VERSION = 2
 # The activities of a worker. "sync": the exchange of gradients, "average": of replicas. "wait", for slower workers, is
-# separated from them by the reader. "writing": a checkpoint being written to disk in the background.
+# separated from them when the file is read. "writing": a checkpoint being written to disk in the background.
 KINDS = ("compute", "data", "wait", "sync", "average", "optimizer", "checkpoint", "evaluation", "other", "writing")
-# The names of what is sampled every second, with titles and units.
+# The values that are sampled every second, with titles and units.
 SAMPLED = {
     "gpu": ("GPU", "%"),
     "gpu_memory": ("GPU memory", "bytes"),
@@ -126,8 +126,8 @@ class Session:
 def kinds_between(num_moments: int) -> tuple[str, ...]:
     """The activity between each two moments of a step; "" for time that belongs to no kind.
 
-    The moments: the step begins; its plan is there; for each pass over micro-batches: it begins, its data is there, its
-    backward is done; then the exchange begins, its result is there, the optimizer is done, the replicas are averaged.
+    The moments: the step begins; its plan is known; for each pass over micro-batches: it begins, its data has arrived,
+    backward is done; then the exchange begins, its result has arrived, the optimizer is done, replicas are averaged.
     """
     num_passes = (num_moments - 1 - len(_BEFORE + _AFTER)) // len(_PASS)
     return _BEFORE + num_passes * _PASS + _AFTER

@@ -1,4 +1,4 @@
-"""From the workers' separate recordings to lanes on one clock, with waiting separated from exchanging."""
+"""Turns the workers' separate recordings into lanes on one clock, with waiting separated from exchanging."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN = ("compute", "data", "wait", "sync", "optimizer", "checkpoint", "evaluati
 # Activities during which a worker is not idle.
 BUSY = ("compute", "sync", "optimizer", "evaluation")
 
-# The causes of idle gaps that are named otherwise than their kind.
+# Causes of idle gaps with another name than their kind.
 _CAUSES = {"checkpoint": "saving"}
 
 # Kind, first and last step of an exchange, and how often its rank repeated it later: a run that was killed and resumed
@@ -30,7 +30,7 @@ Exchanges: TypeAlias = dict[Key, Span]
 
 @dataclass(frozen=True)
 class IdleGap:
-    """A time in which a worker computed nothing. `cause`: what most of it was spent on.
+    """A time in which a worker computed nothing. `cause`: the activity that took most of it.
 
     "data", "wait" (for slower workers), "saving", "garbage collection", "plotting", "logging" (of metrics), "hook" (of
     `trainer.every` and the like), "setup" (before the first step), or "other", such as code between two steps.
@@ -49,10 +49,10 @@ class IdleGap:
 
 @dataclass
 class Lane:
-    """One worker: what it did when, in seconds since the timeline began.
+    """One worker's activities, in seconds since the timeline began.
 
-    `spans` do not overlap. `writing`: checkpoints written to disk in the background. `noted`: what was slow outside of
-    steps, such as a garbage collection; may overlap with anything. `extents`: start and end of its processes.
+    `spans` do not overlap. `writing`: checkpoints written to disk in the background. `noted`: slow activities outside
+    of steps, such as a garbage collection; may overlap with others. `extents`: start and end of its processes.
     """
 
     rank: int
@@ -126,7 +126,7 @@ class Lane:
 
 
 def _cause(start: float, end: float, spans: Sequence[Span], rest: str) -> str:
-    """The name that most of this time belongs to; `rest` for time in no span. Of spans in one another, the shorter."""
+    """The name with most of this time; `rest` for time in no span. Of nested spans the inner one counts."""
     free, seconds = [(start, end)], {rest: 0.0}
     for span in sorted(spans, key=lambda span: span.duration):
         left = []
@@ -146,7 +146,7 @@ def _cause(start: float, end: float, spans: Sequence[Span], rest: str) -> str:
 def make_lanes(sessions: Sequence[Session]) -> tuple[float, list[Lane]]:
     """The Unix time at which the timeline begins, and one lane per rank. Sessions are sorted by rank and time."""
     exchanges = _exchanges(sessions)
-    # The last worker to arrive does not wait, so the shortest time is that of the exchange itself.
+    # The last worker to arrive does not wait, so the shortest time is the exchange itself.
     shortest: dict[Key, float] = {}
     for key, span in (item for own in exchanges for item in own.items()):
         shortest[key] = min(shortest.get(key, inf), span.duration)

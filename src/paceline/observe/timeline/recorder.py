@@ -1,6 +1,6 @@
-"""Recording a worker's timeline.
+"""Records a worker's timeline.
 
-The training thread only queues times that were measured anyway. A background thread writes them once a second, with
+The training thread only queues times that are measured anyway. A background thread writes them once a second, with
 samples of the system, as one line: a killed process loses at most the last second.
 """
 
@@ -60,22 +60,22 @@ class Recorder:
         """Something that happened now."""
 
     def took(self, name: str, begin: float, **details: Any) -> None:
-        """Something outside of a step ends now. Recorded as an event with its `seconds` if it was slow.
+        """Something outside of a step ends now. If it was slow, it is recorded as an event with its `seconds`.
 
-        The names of such events are the causes of idle gaps.
+        These events are the causes of idle gaps.
         """
         if (seconds := perf_counter() - begin) >= SLOW_S:
             self.event(name, seconds=round(seconds, 6), **details)
 
     def close(self) -> None:
-        """The worker exits; if an exception is being handled, because of it."""
+        """The worker exits, because of the exception that is being handled if there is one."""
 
 
 class NoTimeline(Recorder):
     """Records nothing."""
 
     def took(self, name: str, begin: float, **details: Any) -> None:
-        """Does not even measure."""
+        """Skips the measurement, too."""
 
 
 class TimelineRecorder(Recorder):
@@ -196,10 +196,9 @@ class TimelineRecorder(Recorder):
 
 
 class SystemSampler:
-    """CPU, memory and GPU utilization of a worker, from /proc and, where nvidia-ml-py is installed, from the driver.
+    """CPU, memory and GPU utilization of a worker, from /proc and, if nvidia-ml-py is installed, from the driver.
 
-    Best effort: a value that cannot be read is left out. whole_host: sample the host too; one worker per host is enough
-    for that.
+    Best effort: a value that cannot be read is left out. whole_host: sample the host too; one worker per host does so.
     """
 
     def __init__(self, device: torch.device, *, whole_host: bool) -> None:
@@ -255,5 +254,5 @@ def _has_this_version(path: Path) -> bool:
         first = file.readline()
     try:
         return bool(json.loads(first)["session"]["version"] == VERSION)
-    except (ValueError, KeyError, TypeError):  # empty, or a line that was cut off
+    except (ValueError, KeyError, TypeError):  # empty, or a truncated line
         return True

@@ -1,4 +1,4 @@
-"""A recorded timeline: what each worker did when, as numbers and as files for viewers."""
+"""A recorded timeline: the workers' activities as numbers and as files for viewers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class TimelineSummary:
 class Timeline:
     """The workers' lanes, by rank, on one clock. Times are seconds since `began`, which is Unix time.
 
-    Also of a run that is still live or was killed. `lanes` contain the spans.
+    The run may still be live or have been killed. `lanes` contain the spans.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Timeline:
         """The part from one step to another, both included. Condensed spans are included as a whole."""
         first, last = first_step or 0, last_step if last_step is not None else 1 << 62
         if first > last:
-            raise ValueError(f"from step {first} to step {last} there is nothing: choose a later end")
+            raise ValueError(f"the range from step {first} to step {last} is empty: choose a later end")
         cut = Timeline(self.name, self.began, [lane.between(first, last) for lane in self.lanes], ())
         if not any(lane.extents for lane in cut.lanes):
             last_known = max((span.step for lane in self.lanes for span in lane.spans), default=0)

@@ -1,1 +1,1 @@
-"""What holds a run back, from what it logged: pure functions, and one module that reads a run's folder."""
+"""Diagnoses what slows a run down, from its logs: pure functions, and one module that reads a run's folder."""

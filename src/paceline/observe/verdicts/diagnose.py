@@ -30,7 +30,7 @@ _PARTS = {
 
 
 def diagnose(evidence: Evidence, limits: Limits | None = None) -> list[Verdict]:
-    """All verdicts, the most severe first, then by what they cost. Never empty: the last resort is "nothing wrong"."""
+    """All verdicts, the most severe first, then by cost. Never empty: the default is "nothing wrong"."""
     limits = limits or Limits()
     found = [verdict for rule in _RULES for verdict in rule(evidence, limits)]
     if not found:

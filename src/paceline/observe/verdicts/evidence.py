@@ -1,4 +1,4 @@
-"""What a verdict rests on: a run's recent lines of metrics, its events, and facts about its workers. No I/O."""
+"""The data for verdicts: a run's recent lines of metrics, its events, and facts about its workers. No I/O."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from typing import Any, NamedTuple
 from paceline.observe.json_lines import is_count, is_number
 from paceline.observe.metrics import RESUMED_FROM
 
-# Recent lines: at least this many, and as many more as cover this time, up to a limit.
+# Recent lines: at least MIN_LINES, and enough to cover RECENT_S, at most MAX_LINES.
 MIN_LINES, RECENT_S, MAX_LINES = 3, 2.0, 50
-# The newest lines that are kept.
+# The number of newest lines that are kept.
 MAX_KEPT_LINES = 256
 
 
 class WorkerPart(NamedTuple):
-    """One worker's part of the time since the line before. Fractions of that time, 0 to 1; None: not logged.
+    """How one worker spent the time since the previous line, in fractions, 0 to 1; None: not logged.
 
-    micro_batches: that it computed. speed: micro-batches per second while it worked on some, waiting for their data
-    included. computing, data (waiting for it), waiting (for slower workers) and exchange add up to at most 1; the rest
-    is everything else.
+    micro_batches: computed by it. speed: micro-batches per second while working on them, waiting for their data
+    included. computing, data (waiting for it), waiting (for slower workers) and exchange add up to at most 1; the
+    remainder is everything else.
     """
 
     micro_batches: float = 0.0
@@ -37,9 +37,9 @@ class WorkerPart(NamedTuple):
     exchange: float | None = None
 
     def micro_batch_s(self, seconds: float) -> float | None:
-        """Seconds per micro-batch, waiting for data included; None if it had none or nothing is known.
+        """Seconds per micro-batch, waiting for data included; None without a micro-batch, or if unknown.
 
-        Where no speed was logged, all of the time in which it did not wait for others counts.
+        If no speed was logged, all the time that was not spent waiting for others counts.
         """
         if self.speed is not None:
             return 1 / self.speed if self.speed > 0 else None
@@ -49,7 +49,7 @@ class WorkerPart(NamedTuple):
 
     @property
     def data_per_work(self) -> float | None:
-        """The fraction of its time per micro-batch that it waits for data."""
+        """The fraction of the time per micro-batch spent waiting for data."""
         if self.computing is None or self.data is None:
             return None
         return self.data / (self.computing + self.data) if self.computing + self.data else None
@@ -57,7 +57,7 @@ class WorkerPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Line:
-    """A line of metrics. since_step, seconds: the step of the line before, and the time since; 0 for the first."""
+    """A line of metrics. since_step, seconds: the step of the previous line, and the time since; 0 for the first."""
 
     step: int
     since_step: int
@@ -72,7 +72,7 @@ class Line:
 
     @cached_property
     def ratios(self) -> list[float]:
-        """By rank: its time per micro-batch over the median of the others'; 1 if it is unknown."""
+        """By rank: the time per micro-batch over the median of the other workers; 1 if unknown."""
         own = [self.micro_batch_s(rank) for rank in range(len(self.workers))]
         known = sorted(filter(None, own))
         return [s / _median_without(known, s) if s and len(known) > 1 else 1.0 for s in own]
@@ -85,9 +85,9 @@ class Line:
 
 @dataclass(frozen=True)
 class WorkerFacts:
-    """What is known about a worker besides its times; None: unknown.
+    """Facts about a worker besides its times; None: unknown.
 
-    silent_s: how long ago it last wrote its status, which it does every second. gpu, cpu: utilization in percent, of
+    silent_s: seconds since it last wrote its status, which it does every second. gpu, cpu: utilization in percent, of
     the GPU and of one core.
     """
 
@@ -111,7 +111,7 @@ class Happened:
 
 @dataclass(frozen=True)
 class Evidence:
-    """A run, as far as it is known.
+    """The known facts about a run.
 
     state, reason: as `paceline logs list` shows them. lines: the newest, in order. is_whole: whether they begin with
     the run's first line. first_loss: of the run's first line. silent_s: since the last line was written, for a live
@@ -134,7 +134,7 @@ class Evidence:
 
     @property
     def num_workers(self) -> int:
-        """Now: workers may have left."""
+        """The current number: workers may have left."""
         for event in reversed(self.events):
             if event.name == "world" and is_count(event.details.get("size")):
                 return int(event.details["size"])
@@ -150,7 +150,7 @@ class Evidence:
         return f"worker {rank} on host {host}" if has_several and host else f"worker {rank}"
 
     def timed(self) -> Iterator[Line]:
-        """The newest lines whose time is known, from the last one back to where the number of workers changed."""
+        """The newest lines with a known time, from the last one back to the last change of the number of workers."""
         count = None
         for line in reversed(self.lines):
             if line.workers and line.seconds > 0:
@@ -172,7 +172,7 @@ class Evidence:
 
     @cached_property
     def parts(self) -> list[WorkerPart]:
-        """By rank: its part of the time of the recent lines, without a speed; None unless all lines have it."""
+        """By rank: the means over the recent lines, without a speed. A part is None unless all lines have it."""
         seconds = [line.seconds for line in self.recent]
         total_s, found = sum(seconds), []
         for parts in zip(*(line.workers for line in self.recent), strict=True):
@@ -197,7 +197,7 @@ class Lines:
             if not is_count(record.get("step")) or not is_number(record.get("time")):
                 continue
             if "loss" not in record and "samples_per_s" not in record:
-                continue  # an evaluation: its time counts as that of the next line
+                continue  # an evaluation: its time counts for the next line
             now = float(record["time"])
             before, time = (self._lines[-1][0].step, self._lines[-1][1]) if self._lines else (0, now)
             numbers = {name: _number(record.get(name)) for name in ("loss", "lr", "samples_per_s")}

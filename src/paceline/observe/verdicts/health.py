@@ -1,4 +1,4 @@
-"""Verdicts on a run's health: it failed or stands still, a worker left, memory is nearly full, the loss diverges."""
+"""Verdicts on a run's health: it failed or stalled, a worker left, memory is nearly full, the loss diverges."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.observe.verdicts.verdict import Change, Limits, Verdict
 _SMOOTH = 5
 # The worker that an error is about.
 _RANK = re.compile(r"\brank (\d+)\b")
-# What the errors about a loss, a gradient or a ratio of losses say.
+# Matches errors about a loss, a gradient or a ratio of losses.
 _DIVERGED = re.compile(r"(loss|norm) is (nan|-?inf)|the run diverges|NonFiniteError", re.IGNORECASE)
 
 
@@ -23,18 +23,18 @@ def ended(evidence: Evidence, _: Limits) -> Iterator[Verdict]:
     """The run failed, or its process died without a report."""
     reason = evidence.reason or ""
     if evidence.state == "failed" and not _DIVERGED.search(reason):
-        look = Change("", None, "the workers' whole output is in the run's folder, in ranks/")
+        advice = Change("", None, "the workers' whole output is in the run's folder, in ranks/")
         found = _RANK.search(reason)
         rank = int(found[1]) if found else None
-        yield Verdict("failed", "error", f"the run failed: {reason or 'no reason is known'}", rank, changes=(look,))
+        yield Verdict("failed", "error", f"the run failed: {reason or 'no reason is known'}", rank, changes=(advice,))
     if evidence.state == "crashed":
         text = "the run's process died without a report"
-        look = Change("", None, "look for the kernel's out-of-memory killer (dmesg); continue with train --resume")
-        yield Verdict("failed", "error", text, since_step=_last_step(evidence), changes=(look,))
+        advice = Change("", None, "look for the kernel's out-of-memory killer (dmesg); continue with train --resume")
+        yield Verdict("failed", "error", text, since_step=_last_step(evidence), changes=(advice,))
 
 
 def stalled(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
-    """A worker that stands still while others do not, or no line of metrics for longer than usual."""
+    """A single worker has stalled, or there was no line of metrics for longer than usual."""
     if evidence.state != "live" or evidence.silent_s is None:
         return
     intervals = [line.seconds for line in evidence.lines[-50:] if line.seconds]
@@ -45,20 +45,21 @@ def stalled(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
     since = f"no step for {formats.duration(evidence.silent_s)} after step {step:,}"
     if 0 < len(silent) < len(known):
         rank = max(silent, key=lambda each: silent[each])
-        text = f"{evidence.name(rank)} stands still, its process is stopped or blocked: {since}"
+        text = f"{evidence.name(rank)} has stalled, its process is stopped or blocked: {since}"
         figures["worker_silent_s"] = silent[rank]
-        look = f"look at the process of worker {rank}: it was stopped, swaps, or waits for a disk or a network"
-        yield Verdict("stalled", "error", text, rank, step, figures=figures, changes=(Change("", None, look),))
+        advice = f"check the process of worker {rank}: it was stopped, swaps, or waits for a disk or a network"
+        yield Verdict("stalled", "error", text, rank, step, figures=figures, changes=(Change("", None, advice),))
         return
     enough_s = max(limits.stalled_s, limits.stalled_ratio * usual_s) if len(intervals) > 1 else limits.early_s
     if evidence.silent_s < enough_s:
         return
-    text = f"{since}; until then, {formats.duration(usual_s)} were the longest between two lines" if usual_s else since
+    text = f"{since}; before, the longest time between two lines was {formats.duration(usual_s)}" if usual_s else since
     if silent:
-        text, look = f"{since}: all workers stand still", "look at the host: a stopped process, a full disk, no network"
+        text = f"{since}: all workers have stalled"
+        advice = "check the host: a stopped process, a full disk, no network"
     else:
-        look = "evaluation, a checkpoint or a long step takes time too: `paceline timeline` shows what the workers do"
-    changes = (Change("", None, look),)
+        advice = "evaluation, a checkpoint or a long step takes time too: `paceline timeline` shows what the workers do"
+    changes = (Change("", None, advice),)
     yield Verdict("stalled", "error" if silent else "warning", text, None, step, figures=figures, changes=changes)
 
 
@@ -69,10 +70,10 @@ def left(evidence: Evidence, _: Limits) -> Iterator[Verdict]:
             continue
         gone, size = event.details.get("left"), event.details.get("size")
         if not isinstance(gone, list) or not isinstance(size, int) or not gone or event.details.get("joined"):
-            return  # somebody came since
+            return  # replaced since
         who = f"worker{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}"
         reason = str(event.details.get("reason") or "no reason is known")
-        others = f"the other {size} go on" if size != 1 else "the other one goes on"
+        others = f"the other {size} continue" if size != 1 else "the other one continues"
         yield Verdict(
             "worker left",
             "error",
@@ -120,7 +121,7 @@ def diverging(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
 
 
 def full_memory(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
-    """Of the fullest GPU, and of the first host. Only now: what a run that has ended used is free again."""
+    """Of the fullest GPU, and of the first host. Only for a live run: an ended one has freed its memory."""
     if evidence.state != "live":
         return
     gpus = [
@@ -144,7 +145,7 @@ def full_memory(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
 
 
 def _medians(lines: Sequence[Line]) -> list[tuple[float, int]]:
-    """Of every _SMOOTH lines in a row (of all, if there are fewer), with the step of the last."""
+    """The medians of _SMOOTH consecutive lines (of all, if there are fewer), with the step of the last line."""
     losses = [(line.loss, line.step) for line in lines if line.loss is not None and isfinite(line.loss)]
     if not losses:
         return []

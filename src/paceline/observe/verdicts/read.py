@@ -1,9 +1,9 @@
-"""Reads what verdicts need from a run's folder: the ends of its files, so it takes milliseconds for any run."""
+"""Reads the evidence from a run's folder: only the ends of its files, so it takes milliseconds for any run."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -11,14 +11,12 @@ from stat import S_ISREG
 from time import time
 from typing import Any
 
-from paceline.observe.json_lines import LineReader, is_count, is_number, parse_lines
-from paceline.observe.run_files import RunFiles, State, Status, read_json, read_status, state_of
+from paceline.observe.json_lines import LineReader, first_line, is_count, is_number
+from paceline.observe.run_files import RunFiles, State, Status, read_json, read_settings, read_status, state_of
 from paceline.observe.timeline.files import timeline_files
 from paceline.observe.verdicts.evidence import Evidence, Happened, Lines, WorkerFacts
 
-MAX_CONFIG_BYTES = 1 << 20
-MAX_HEAD_BYTES = 1 << 16
-# The newest ones that are kept.
+# The number of newest events that are kept.
 MAX_EVENTS = 500
 
 # The content of a worker's status file, and when it was written, as Unix time.
@@ -31,7 +29,7 @@ def read_evidence(files: RunFiles, now: float | None = None) -> Evidence:
 
 
 class EvidenceReader:
-    """Reads a run's evidence as often as asked: after the first time, only what is new in its files."""
+    """Reads a run's evidence repeatedly: after the first time, only new lines of its files."""
 
     def __init__(self, files: RunFiles) -> None:
         self._files = files
@@ -47,7 +45,7 @@ class EvidenceReader:
         status: Status | None = None,
         workers: Mapping[int, WorkerFile] | None = None,
     ) -> Evidence:
-        """now: Unix time; the current time by default. The others: what the caller knows; workers by rank."""
+        """now: Unix time; the current time by default. Other arguments that the caller knows need not be read."""
         files, now = self._files, time() if now is None else now
         status = status or read_status(files)
         self._read_lines()
@@ -99,7 +97,7 @@ class _Growing:
         self._inode = 0
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """The new records, and whether they are of another file than those before."""
+        """The new records, and whether the file is another one than before."""
         try:
             found = self._path.stat()
             if not S_ISREG(found.st_mode):
@@ -113,7 +111,7 @@ class _Growing:
 
 
 def _unchanging(path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """What `read` finds in a file that a run writes once; it is called again only if the file is another one."""
+    """The cached result of `read` for a file that a run writes once, read again if it is another file."""
     try:
         found = path.stat()
     except OSError:
@@ -126,35 +124,13 @@ def _read_once(path: Path, read: Callable[[Path], dict[str, Any]], stamp: object
     return read(path)
 
 
-def read_settings(path: Path) -> dict[str, Any]:
-    """The settings of a config.yaml by flat name, such as "trainer.readers"; empty if it cannot be read."""
-    import yaml  # type: ignore[import-untyped]
-
-    try:
-        content = path.read_bytes()
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        tree = yaml.load(content, loader) if len(content) <= MAX_CONFIG_BYTES else {}
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return {}
-    return dict(_flat(tree)) if isinstance(tree, dict) else {}
-
-
-def _flat(tree: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
 def _head(path: Path) -> list[dict[str, Any]]:
     """The first line."""
     try:
-        with path.open("rb") as file:
-            values = parse_lines([file.readline(MAX_HEAD_BYTES)])
+        value = first_line(path)
     except OSError:
         return []
-    return [value for value in values if isinstance(value, dict)]
+    return [value] if isinstance(value, dict) else []
 
 
 def worker_files(files: RunFiles) -> dict[int, WorkerFile]:
@@ -164,8 +140,8 @@ def worker_files(files: RunFiles) -> dict[int, WorkerFile]:
 
 
 def _workers(files: RunFiles, known: Mapping[int, WorkerFile], now: float) -> dict[int, dict[str, Any]]:
-    """By rank: from the workers' status files; from the ends of their timelines where there are none."""
-    # The time of the file, not the one in it: the clocks of hosts differ.
+    """By rank: from the workers' status files, or from the ends of their timelines if there are none."""
+    # The file's time, not the recorded one: the clocks of hosts differ.
     found = {rank: {**facts, "silent_s": now - changed} for rank, (facts, changed) in known.items()}
     for path in timeline_files(files.root):
         if (rank := path.stem.removeprefix("rank-")).isdecimal() and int(rank) not in found:

@@ -1,4 +1,4 @@
-"""What to change: settings of a project file with values computed from what was measured."""
+"""What to change: settings of a project file, with values computed from measurements."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def slow_worker(evidence: Evidence, rank: int, *, is_balanced: bool) -> tuple[Ch
     where = f" on {host}" if host else ""
     if is_balanced:
         why = (
-            f"the plan already gives it less to do; look for other processes, heat or a power limit{where}, or train "
-            "without it if it takes part in the exchange for little work"
+            f"the plan already gives it less work; look for other processes, heat or a power limit{where}, or train "
+            "without it if its work is not worth its part in the exchange"
         )
         return (Change("", None, why),)
-    why = f"the plan follows a change within a few steps; if this stays, look for what else runs{where}"
+    why = f"the plan follows a change within a few steps; if this persists, look for other processes{where}"
     return _better_divided(evidence) or (Change("", None, why),)
 
 
@@ -53,7 +53,7 @@ def _better_divided(evidence: Evidence) -> tuple[Change, ...]:
 def slow_reader(evidence: Evidence, part: float) -> tuple[Change, ...]:
     """part: the fraction of the time spent waiting for data."""
     readers = int(_number(evidence, "trainer.readers") or 0)
-    # Each process reads while the worker computes: as many are needed as reading takes longer than computing.
+    # Each process reads while the worker computes, so the number needed is reading time over computing time.
     needed = max(ceil(max(readers, 1) * part / max(1 - part, 0.05)), 1) + readers
     limit = evidence.cores and max(evidence.cores // max(evidence.num_workers, 1), 1)
     changes = []
@@ -72,13 +72,13 @@ def expensive_exchange(evidence: Evidence, part: float) -> tuple[Change, ...]:
     if evidence.settings.get("trainer.overlap") is False:
         changes.append(Change("trainer.overlap", True, "exchange gradients during the backward pass"))
     if global_batch := _number(evidence, "trainer.global_batch"):
-        # One exchange per step: a step with `factor` times the work has it once.
+        # One exchange per step: with `factor` times the work per step it is `factor` times less frequent.
         factor = part / (1 - min(part, 0.95)) * (1 - EXCHANGE_TARGET) / EXCHANGE_TARGET
         larger = int(global_batch) * (1 << max(ceil(factor) - 1, 1).bit_length())
         why = f"one exchange for more samples, about {EXCHANGE_TARGET:.0%} of the time; changes the result"
         changes.append(Change("trainer.global_batch", larger, why))
     if evidence.settings.get("trainer.strategy.kind", "gradients") == "gradients":
-        why = "exchanges as seldom as keeps its cost under a target; changes the result"
+        why = "exchanges so rarely that its cost stays below a target; changes the result"
         changes.append(Change("trainer.strategy", "{kind: cadence}", why))
     return tuple(changes)
 

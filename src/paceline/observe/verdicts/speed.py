@@ -16,7 +16,7 @@ MAX_NAMED = 3
 def slow_workers(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
     """The workers that need longer per micro-batch than the others, the slowest first.
 
-    The plan gives a slow worker less to do, so nobody may wait for it: what counts is its time per micro-batch.
+    The plan gives a slow worker less work, so the others may not wait for it: its time per micro-batch counts.
     """
     lines = evidence.recent
     count = len(lines[-1].workers) if lines else 0
@@ -25,8 +25,8 @@ def slow_workers(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
     slow = []
     for rank in range(count):
         ratios = [line.ratios[rank] for line in lines]
-        # For most of the time, and not in a single line: a worker that is slow now and then is not a slow worker.
-        # By time, because a worker that becomes slow makes the lines longer, and so fewer.
+        # For most of the time, and not in a single line: an occasionally slow worker does not count.
+        # Weighted by time, because a worker that becomes slow makes lines longer, and so fewer.
         usual, least = (_quantile(ratios, [line.seconds for line in lines], part) for part in (0.5, 0.25))
         if usual >= limits.slower and least >= limits.slower**0.5 and sorted(ratios)[-2] >= limits.slower:
             slow.append((usual, rank))
@@ -84,7 +84,7 @@ def unbalanced(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
 
 
 def data_bound(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
-    """All workers wait for data. One that does so alone is a slow worker."""
+    """All workers wait for data. If only one does, it is a slow worker."""
     parts = [part.data for part in evidence.parts]
     part = median_of(parts)
     if part is None or min(p or 0.0 for p in parts) < limits.data:
@@ -154,7 +154,7 @@ def _share(parts: Sequence[WorkerPart], rank: int) -> float:
 
 
 def _is_slow_by_data(lines: Sequence[Line], rank: int, ratio: float) -> bool:
-    """Whether without its waiting for data this worker would be less than half as far behind."""
+    """Whether this worker would be less than half as far behind without waiting for data."""
     own = median_of([line.computing_s(rank) for line in lines])
     others = [median_of([line.computing_s(r) for line in lines]) for r in range(len(lines[-1].workers)) if r != rank]
     usual = median_of(others)
@@ -162,7 +162,7 @@ def _is_slow_by_data(lines: Sequence[Line], rank: int, ratio: float) -> bool:
 
 
 def _since(evidence: Evidence, rank: int, level: float) -> tuple[int | None, str]:
-    """The first step from which this worker was slower without a break, and in words. None: from the start."""
+    """The first step since which this worker is continuously slower, and in words. None: from the start."""
     lines = [*evidence.timed()][::-1]
     ratios = [line.ratios[rank] for line in lines]
     first = len(lines) - 1

@@ -1,4 +1,4 @@
-"""The form of a verdict, and the limits at which one is given. docs/doctor.md has them as a table."""
+"""The form of a verdict, and the limits from which one is given. docs/doctor.md has them as a table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info", "ok")
 
 @dataclass(frozen=True)
 class Change:
-    """A setting of a project file and a value to try; `setting` is "" for what no setting does. why: one sentence."""
+    """A setting of a project file and a value to try; `setting` is "" for other advice. why: one sentence."""
 
     setting: str
     value: Any
@@ -42,11 +42,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What holds a run back, in one sentence.
+    """What slows a run down, in one sentence.
 
-    rank: the worker it is about, if it is about one. since_step: the first step it is true of; None if unknown or from
-    the start. figures: the numbers that it rests on, by name; fractions are of 1. lost: the fraction of the run's
-    speed that it costs, if that can be told.
+    rank: the worker it is about, if it is about one. since_step: the first step for which it holds; None if unknown or
+    from the start. figures: its numbers, by name; fractions are of 1. lost: the fraction of the run's speed that it
+    costs, if known.
     """
 
     kind: Kind
@@ -71,14 +71,14 @@ class Limits:
     slower: float = 1.3  # seconds per micro-batch over the others' median
     busy: float = 0.3  # of the time, on micro-batches: below, a slow worker's micro-batches matter little
     unbalanced: float = 0.2  # of the time, waiting for others, though no worker is slow
-    waiting: float = 0.1  # of the time, for others: from here on a slow worker is not balanced out
+    waiting: float = 0.1  # of the time, for others: above, a slow worker is not balanced out
     data: float = 0.15  # of the time, waiting for data
     exchange: float = 0.25  # of the time, in the exchange itself
     gpu_percent: float = 70.0  # utilization below which a GPU waits for its host
     gpu_other: float = 0.3  # of the time: waiting for data, others and the exchange, which explain an idle GPU
     memory: float = 0.95  # of the device's or the host's
     loss_ratio: float = 2.0  # recent loss over the lowest
-    loss_regained: float = 0.25  # of what the loss had fallen by, lost again
+    loss_regained: float = 0.25  # of the loss's decrease, lost again
     stalled_s: float = 5.0  # without a line of metrics, at least
     stalled_ratio: float = 3.0  # of the longest recent time between two lines
     early_s: float = 60.0  # without a line of metrics, while there are fewer than three

@@ -1,4 +1,4 @@
-"""Recording work of a device as CUDA graphs, and the reasons for doing without."""
+"""Records device work as CUDA graphs, and reports why work cannot be captured."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def graphs_for(config: RunConfig, world: World) -> CudaGraphs | str:
 
 
 class GraphRecorder:
-    """Records the graphs of a run. Each one is reported as an event, and so is the reason for having none."""
+    """Records the graphs of a run. Reports each graph as an event, or the reason why there is none."""
 
     def __init__(self, graphs: CudaGraphs, device: torch.device, events: Events, *, is_forced: bool) -> None:
         self.device = device
@@ -129,7 +129,7 @@ class GraphRecorder:
     ) -> tuple[torch.cuda.CUDAGraph, Made]:
         """Record `work` and restore all random generators. CaptureFailed if a replay would not do the same.
 
-        side_effect: names what the Python code of `work` did besides launching kernels, given its result; else None.
+        side_effect: from the result of `work`, names what its Python code did besides launching kernels; else None.
         """
         devices = [self.device] if self.device.type == "cuda" else []
         with host_randomness(), torch.random.fork_rng(devices):
@@ -145,7 +145,7 @@ class GraphRecorder:
         return graph, made
 
     def before_replay(self, outbox: Outbox | None) -> None:
-        """Save what another graph left in memory that this one may overwrite. outbox: of the graph to be replayed."""
+        """Save numbers of another graph in memory that this one may overwrite. outbox: of the graph to be replayed."""
         if self._outbox is not None and self._outbox is not outbox:
             self._outbox.copy_pending()
         self._outbox = outbox
@@ -154,7 +154,7 @@ class GraphRecorder:
         self._events.emit("capture", what=what, reason=reason)
 
     def give_up(self, what: str, reason: str) -> None:
-        """Report that `what` is not captured any more; an error if the user asked for it."""
+        """Report that `what` is no longer captured; an error if the user requested it."""
         if self.is_forced:
             subject = "the optimizer" if what == "optimizer" else f"a {what}"
             raise MisuseError(

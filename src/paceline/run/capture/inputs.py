@@ -34,7 +34,7 @@ class Inputs:
         self._words = [_words(tensor) for tensor in self._tensors] if all(map(_has_words, self._tensors)) else None
 
     def fill(self, given: Sequence[torch.Tensor], to: Sequence[torch.Tensor] = (), others: Any = ()) -> None:
-        """Copy the tensors of another batch of this shape; also copy `others` to `to`, each of one dtype."""
+        """Copy the tensors of another batch of this shape; also copy `others` to `to`. Both have one dtype."""
         if self._words is not None and (not to or to[0].dtype == others[0].dtype == torch.float32):
             torch._foreach_copy_([*self._words, *to], [*map(_words, given), *others])
             return

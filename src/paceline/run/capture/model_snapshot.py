@@ -37,7 +37,7 @@ class ModelSnapshot:
                 return f"{key!r} was replaced by another tensor"
         try:
             return self._changed_attributes() if self._attributes != self._before else None
-        except (RuntimeError, ValueError):  # arrays cannot be compared this way
+        except (RuntimeError, ValueError):  # arrays have no single truth value
             return self._changed_attributes()
 
     def restore(self) -> None:

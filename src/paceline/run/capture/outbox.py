@@ -2,7 +2,7 @@
 
 The next replay overwrites the loss of the last one, and copying each to the host would take as long as launching a
 small step. So they are collected on the device, by the same kernel that copies the next batch, and a full block is
-copied to the host. Reading a number copies its block at once.
+copied to the host. Reading a number copies its block immediately.
 """
 
 from __future__ import annotations

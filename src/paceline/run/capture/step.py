@@ -1,4 +1,4 @@
-"""Micro-batches that call one function, eagerly or by replaying CUDA graphs.
+"""Runs a function on each micro-batch, eagerly or by replaying CUDA graphs.
 
 A shape of micro-batches is captured after it was seen a few times; rare shapes, such as the smaller batch at an epoch's
 end, run eagerly. After a permanent obstacle everything runs eagerly.
@@ -33,20 +33,20 @@ from paceline.sync.strategy import GradientExchange
 # Returns the loss of a micro-batch and the user's own numbers about it.
 Function: TypeAlias = Callable[[Any], tuple[torch.Tensor, Mapping[str, Any]]]
 
-# The first micro-batches do one-time work. The next are timed, to see whether capture would pay.
+# The first micro-batches do one-time work. The next are timed, to see whether capture would be faster.
 NUM_UNTIMED = 3
 NUM_TIMED = 3
 # Ratio of device time to launch time up to which the device waits for the host. Above it a graph gains nothing.
 LAUNCH_BOUND = 1.25
 TIMES_BEFORE_CAPTURE = 3
 MAX_GRAPHS = 16
-# Give up if this many micro-batches ran eagerly and fewer were replayed. Capturing again takes as long as many of them.
-MAX_LOSS = 200
+# Give up if this many micro-batches ran eagerly and fewer were replayed. Capturing again counts as COST_OF_CHANGE.
+MAX_EAGER = 200
 COST_OF_CHANGE = 50
 
 
 class Stepping:
-    """Runs a loop's micro-batches with functions of the user. graphs: the device's, or the reason for having none."""
+    """Runs a loop's micro-batches with the user's functions. graphs: the device's, or the reason why there are none."""
 
     def __init__(
         self, loop: Loop, exchange: GradientExchange, events: Events, graphs: CudaGraphs | str, config: RunConfig
@@ -140,9 +140,9 @@ class CapturedStepFunction(StepFunction):
         return scalars
 
     def _find_or_capture(self, shape: Hashable, tensors: Sequence[torch.Tensor], batch: Any) -> _Captured | None:
-        """The graph of this shape; None if the micro-batch is to be run eagerly.
+        """The graph of this shape; None if the micro-batch must run eagerly.
 
-        If Python would not run the same code as at capture, all graphs are dropped.
+        If Python would no longer run the same code as at capture, all graphs are dropped.
         """
         captured = self._captured.get(shape)
         if captured is not None and self._snapshot is not None:
@@ -154,7 +154,7 @@ class CapturedStepFunction(StepFunction):
             self._recorder.report("micro-batch", change)
         self._times[shape] += 1
         self._num_eager += 1
-        if self._num_eager > max(self._num_replays, MAX_LOSS):
+        if self._num_eager > max(self._num_replays, MAX_EAGER):
             raise CaptureFailed("too few micro-batches can be replayed: shapes or the model change too often")
         if self._times[shape] < TIMES_BEFORE_CAPTURE or len(self._captured) == MAX_GRAPHS:
             return None

@@ -156,7 +156,7 @@ class OptimizerSnapshot:
         return None
 
     def _current_state(self) -> list[object]:
-        """The dicts of state, and what they hold."""
+        """The dicts of state, and their values."""
         dicts = [values for optimizer in self._optimizers for values in optimizer.state.values()]
         return [*dicts, *[value for values in dicts for value in values.values()]]
 

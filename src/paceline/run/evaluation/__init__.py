@@ -1,1 +1,1 @@
-"""The workers together beside training: evaluation, prediction, and values between them."""
+"""Collective work besides training: evaluation, prediction, and the exchange of values."""

@@ -41,7 +41,7 @@ def broadcast(value: Any, source: int, communicator: Communicator) -> Any:
 
 
 def reduce(value: Any, how: Reduction, communicator: Communicator) -> Any:
-    """The reduction, in rank order, of all workers' tensors, on the device of this worker's, or of their numbers."""
+    """The reduction, in rank order, of all workers' numbers or tensors. A tensor is on the device of `value`."""
     check_value("how", how, Reduction)
     if not isinstance(value, torch.Tensor | Real):
         raise TypeError(f"reduce() got a {type(value).__name__}: give a tensor or a number")
@@ -62,12 +62,13 @@ def reduce(value: Any, how: Reduction, communicator: Communicator) -> Any:
 def main_first(communicator: Communicator, together: Callable[[Callable[[], bytes]], bytes]) -> Iterator[None]:
     """Rank 0 runs the block, then the others do. An error on rank 0 is raised on all.
 
-    together: does what it is given, again if a worker is lost. If rank 0 is lost, the new one runs the block.
+    together: runs a collective operation, and repeats it if a worker is lost. If rank 0 is lost, the new rank 0 runs
+    the block.
     """
 
     def wait_for_main() -> bytes:
         if communicator.world.is_main:
-            raise _IsMain  # not an operation that is complete: the others have yet to wait
+            raise _IsMain  # leaves `together` before the operation counts as complete
         return from_rank_0(b"", communicator)
 
     try:

@@ -30,9 +30,9 @@ T = TypeVar("T")
 
 
 class EvaluationData:
-    """Data in micro-batches, in its own order; `mine` are the numbers of this worker's, which may be none.
+    """Data in micro-batches, in its own order. `mine`: the numbers of this worker's micro-batches, possibly none.
 
-    micro_batch: default, the batch size of a DataLoader, or `default_size`.
+    micro_batch: defaults to the batch size of a DataLoader, else to `default_size`.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class EvaluationData:
         """The results of `handle(read)` for these micro-batches, which are on the host; `read.batch` may be None.
 
         The model is in evaluation mode. Random numbers are seeded per micro-batch; torch's generators are restored.
-        is_weighed: `handle` does not need the number of samples.
+        is_weighed: `handle` computes weights itself and does not need the number of samples.
         """
         read_request = reader_of(self._source, is_weighed=is_weighed)
         handled = []
@@ -80,7 +80,7 @@ class EvaluationData:
 
 @contextmanager
 def preserved_modes(model: Any) -> Iterator[list[nn.Module]]:
-    """The modules of a model. At the end of the block each is in the training mode it was in."""
+    """The modules of a model. The end of the block restores their training modes."""
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     were_training = [module.training for module in modules]
     try:
@@ -114,7 +114,7 @@ def evaluate(
     parts = gather((columns, [weight for weight, _ in own]), data.communicator)
     names = _common_names(columns for columns, _ in parts)
     if not names:
-        raise ValueError("collate_fn left no sample of the data to evaluate: give it some that it keeps")
+        raise ValueError("collate_fn left no sample of the data to evaluate: give data of which it keeps some")
     rows = [
         torch.stack([columns[name] for name in names], 1) if columns else torch.zeros(len(own_weights), len(names))
         for columns, own_weights in parts

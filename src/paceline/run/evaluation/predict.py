@@ -110,7 +110,7 @@ def _joined(parts: list[list[Column]]) -> list[Column]:
 
 
 def _rebuild(value: Any, visit: Callable[[Any], Any]) -> Any:
-    # Dataclasses first: those of transformers are dicts too, but cannot be updated.
+    # Dataclasses first: outputs of transformers are dicts too, but cannot be updated.
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.replace(
             value, **{f.name: visit(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}

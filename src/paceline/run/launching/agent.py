@@ -26,7 +26,7 @@ from paceline.run.launching.elastic_nodes import ElasticNodes
 from paceline.run.launching.fork_server import ForkServer
 from paceline.run.launching.nodes import NodeRendezvous
 from paceline.run.launching.output import output_file
-from paceline.run.launching.supervisor import Elastic, SingleNode, Supervisor
+from paceline.run.launching.supervisor import Elastic, SingleNodeConsensus, Supervisor
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit, first_failure, worker_file
 from paceline.run.membership.generation import Generation, Member
 from paceline.run.saving.stopping import Stopped
@@ -50,8 +50,8 @@ class Agent:
     of all nodes are restarted, up to `max_restarts` times. `logs` is the folder of the workers' output, if it goes to
     files. `on_poll` is called several times a second; the workers are killed once it returns True.
 
-    With `elastic`, workers that die leave the run and the others go on, see `supervisor.py`. All workers are restarted
-    only if too few are left, or if one dies before all have set themselves up.
+    With `elastic`, workers that die leave the run and the others continue, see `supervisor.py`. All workers are
+    restarted only if too few are left, or if one dies before all have set themselves up.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class Agent:
             print(f"paceline: restart {self._nodes.num_restarts}: {reason}", file=sys.stderr)
 
     def stop(self, cause: str | None = None) -> BaseException | None:
-        """Ask the workers to end, and wait for those that are saving. Returns what they report, or None.
+        """Ask the workers to end, and wait while they are saving. Returns what they report, or None.
 
-        cause: what to tell the user if the workers do not end immediately, but finish their step.
+        cause: printed if the workers finish their step instead of ending immediately.
         """
         if self._nodes.has_others and self._leave():
             return None
@@ -112,17 +112,17 @@ class Agent:
                 break
             self._poll()
         self._poll(timeout_s=0)  # if an interrupt came between an exit and its report
-        # Workers that ended at once broke the exchanges of others: that is no failure.
+        # Workers that ended immediately broke the exchanges of others, which is no failure.
         exits = [each for each in self._exits.values() if each.kind != ExitKind.COMMUNICATION]
         return _to_error(first_failure(exits))
 
     @property
     def _saving(self) -> list[int]:
-        """The running workers that have received a signal, and save."""
+        """The running workers that received a signal and are saving."""
         return [rank for rank in self._server.running if worker_file(self._folder, "heard", rank).exists()]
 
     def _leave(self) -> bool:
-        """Let the workers of this node leave the run, which goes on. Returns whether they have."""
+        """Let the workers of this node leave the run, which continues. Returns whether they have left."""
         assert self._supervisor is not None
         self._supervisor.leave()
         while self._server.running and not self._failures() and not self._nodes.peer_failed():
@@ -130,11 +130,11 @@ class Agent:
         return not self._server.running
 
     def __exit__(self, *_: object) -> None:
-        """End the workers if they still run, and let the other nodes know."""
+        """End the workers that still run, and notify the other nodes."""
         try:
             if self._server.running and not self._is_stopping:
                 self.stop()
-        finally:  # a second Ctrl-C comes straight here
+        finally:  # also after a second Ctrl-C
             self._is_stopping = True
             self._send(signal.SIGKILL)
             self._nodes.publish(self._result())
@@ -142,7 +142,7 @@ class Agent:
 
     @property
     def _folder(self) -> Path:
-        """Where the workers of the current start report."""
+        """The folder in which the workers of the current start report."""
         return worker.start_folder(self._launch_folder, self._nodes.num_restarts)
 
     def _start(self) -> None:
@@ -162,13 +162,13 @@ class Agent:
             **(nodes.environment or self._rendezvous_of_one_node()),
         }
         if self._elastic is not None:
-            own_only = SingleNode(Generation.first({0: nodes.num_workers_here}))
-            council = nodes if isinstance(nodes, ElasticNodes) else own_only
+            own_only = SingleNodeConsensus(Generation.first({0: nodes.num_workers_here}))
+            consensus = nodes if isinstance(nodes, ElasticNodes) else own_only
             self._supervisor = Supervisor(
-                self._elastic, self._folder, self._server, council, members, nodes.first_rank, self._replace
+                self._elastic, self._folder, self._server, consensus, members, nodes.first_rank, self._replace
             )
             shared[MEMBERSHIP_VARIABLE] = self._folder
-            shared[FIRST_SIZE_VARIABLE] = len(council.decided(-1)[0].members)
+            shared[FIRST_SIZE_VARIABLE] = len(consensus.decided(-1)[0].members)
         self._shared_environment = shared
         self._server.start({nodes.first_rank + member.slot: self._environment(member) for member in members})
 
@@ -181,7 +181,7 @@ class Agent:
         return {name: str(value) for name, value in {**self._shared_environment, **own}.items()}
 
     def _replace(self, slot: int, member: Member) -> None:
-        """Start a worker in place of one that has left."""
+        """Start a replacement of a worker that has left."""
         rank = self._nodes.first_rank + slot
         for kind in ("report", "heard", "stack"):
             worker_file(self._folder, kind, rank).unlink(missing_ok=True)
@@ -189,9 +189,9 @@ class Agent:
         self._server.replace(rank, self._environment(member))
 
     def _rendezvous_of_one_node(self) -> dict[str, Any]:
-        """Paceline's own is a file. The port is for process groups of the user.
+        """Paceline's own store is a file. The port is reserved for the user's process groups.
 
-        It is only reserved: if the user calls init_process_group(), torch opens it on rank 0.
+        If the user calls init_process_group(), torch opens it on rank 0.
         """
         self._reserved_port.close()
         self._reserved_port = socket.socket()
@@ -201,7 +201,7 @@ class Agent:
         return {STORE_VARIABLE: self._folder / worker.STORE_FILE, "MASTER_ADDR": host, "MASTER_PORT": port}
 
     def _watch(self) -> None:
-        """Return when this node's workers have ended: by themselves, or because a worker of any node failed."""
+        """Wait until this node's workers have ended. If a worker of any node fails, end them."""
         terminate_at_s = kill_at_s = float("inf")
         while self._server.running:
             now_s = time.monotonic()
@@ -218,9 +218,9 @@ class Agent:
     def _send(self, number: signal.Signals) -> None:
         self._sent = number
         if number == signal.SIGTERM:
-            with suppress(OSError):  # workers say nothing about a signal of ours
+            with suppress(OSError):  # workers then print nothing about the signal
                 (self._folder / worker.ANNOUNCED_FILE).touch()
-            self._server.terminate(self._saving)  # a second signal would end those at once
+            self._server.terminate(exclude=self._saving)  # a second signal would end them immediately
         else:
             self._server.kill()
 
@@ -247,7 +247,7 @@ class Agent:
         return WorkerExit(ExitKind.ENDED, rank) if has_no_report and is_ours else ended
 
     def _failures(self) -> set[ExitKind]:
-        """The failures so far that are a reason to end the other workers. A stop is not: all workers stop."""
+        """The kinds of failures that require ending the other workers. A stop does not: all workers stop."""
         return {each.kind for each in self._exits.values() if each.is_failure} - {ExitKind.STOPPED}
 
     def _result(self) -> WorkerExit:

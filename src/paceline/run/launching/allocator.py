@@ -2,7 +2,7 @@
 
 A training step on the CPU frees its activations and gradients, and the next step allocates the same amount. By default
 glibc returns freed memory to the kernel, and the next step gets it back page by page, cleared, 4 KB at a time. With the
-settings below the process keeps freed memory, on pages of 2 MB where the kernel provides them on request.
+settings below the process keeps freed memory, in pages of 2 MB if the kernel provides them on request.
 
 glibc reads its variables when a program starts. `launch` therefore sets them for the process that workers are forked
 from; `paceline run` and `paceline train` set them and execute themselves again. The allocator of a process that

@@ -61,7 +61,7 @@ class Background:
         self._running.acquire()
         self._result: Any = None
         self.error: BaseException | None = None
-        self.is_told = False  # the result was asked for
+        self.is_result_requested = False
         self._thread = threading.Thread(
             target=self._run, args=(work, num_workers), name="paceline-background", daemon=True
         )
@@ -85,10 +85,10 @@ class Background:
         return messages
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait for the end, at most `timeout_s`. Whether it has ended."""
+        """Wait for the end, at most `timeout_s`. Returns whether it has ended."""
         if threading.current_thread() is self._thread:
             return False
-        # Not Thread.join: after a Ctrl-C in it Python 3.11 believes that the thread has ended.
+        # Not Thread.join: after a Ctrl-C in it, Python 3.11 marks the thread as ended.
         if not self.has_ended:
             if not self._running.acquire(timeout=-1 if timeout_s is None else timeout_s):
                 return False
@@ -97,8 +97,8 @@ class Background:
         return True
 
     def result(self) -> Any:
-        """What rank 0's work returned; its error is raised. Call it after the end."""
-        self.is_told = True
+        """The return value of rank 0's work, or raise its error. Call it after the end."""
+        self.is_result_requested = True
         if self.error is not None:
             raise self.error
         return self._result
@@ -114,7 +114,7 @@ class Background:
 
     def end(self, grace_s: float) -> None:
         """Stop it, kill it after `grace_s`, and log an error that `result` has not raised."""
-        if self.error is not None and not self.is_told and not self._is_kill_requested:
+        if self.error is not None and not self.is_result_requested and not self._is_kill_requested:
             logger.error("a run in the background failed, and its result was not requested", exc_info=self.error)
         self.stop()
         if not self.wait(grace_s):

@@ -1,8 +1,8 @@
-"""The machines of a launch that may come and go: their agents agree on generations through a store.
+"""The nodes of a launch that may come and go: their agents agree on generations through a store.
 
-The record of a node has what it knows of its workers. A generation is decided by whoever first writes its number;
-there is no leader. A node that loses contact with the store ends its workers: the others go on without it, and the same
-command lets it join again.
+Each node publishes a record with the state of its workers. The first node that writes a generation's number decides it;
+there is no leader. A node that loses contact with the store ends its workers: the others continue without it, and the
+same command lets it join again.
 
     over            the run has ended; the next launch at this address begins another
     node-I          the record of node I
@@ -35,7 +35,7 @@ STORE_LOST_S = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class _Record(Record):
-    """`report`: what the node knows of its workers. `result`: how they ended."""
+    """`report`: the state of the node's workers. `result`: how they ended."""
 
     report: Report = field(default_factory=Report)
     result: WorkerExit | None = None
@@ -52,14 +52,13 @@ class _Record(Record):
 
 
 class ElasticNodes:
-    """The nodes of a launch with `Nodes(min_num, max_num=...)`, as the agent of one of them sees them.
+    """The nodes of a launch with `Nodes(min_num, max_num=...)`, seen from one of them. It is also their `Consensus`.
 
-    The constructor waits until `nodes.num` nodes have joined, or a run is going on at the address. Then `first` is the
-    generation that this node begins with: its workers are in it, or join later. `decided`, `propose` and `share` are
-    the agent's part in the agreement, see `Supervisor`.
+    The constructor waits until `nodes.num` nodes have joined, or a run exists at the address. Then `first` is the
+    generation that this node begins with: its workers are in it, or join later.
     """
 
-    num_restarts = 0  # there is no restart of all workers
+    num_restarts = 0  # all workers are never restarted together
 
     def __init__(self, nodes: Nodes, num_workers: int, options: Mapping[str, Any]) -> None:
         deadline_s = time.monotonic() + nodes.join_timeout_s
@@ -112,7 +111,7 @@ class ElasticNodes:
         return bool(self._decided)
 
     def _wait_for_place(self) -> None:
-        """Raise if as many nodes as allowed take part. One that was lost is known after LOST_S."""
+        """Raise if the maximum of nodes takes part. The loss of a node is known after LOST_S."""
         deadline_s = time.monotonic() + 2 * LOST_S
         while len(self._heartbeats.peers) - len(self._silent()) >= self._nodes.max_num:
             if time.monotonic() > deadline_s:
@@ -121,10 +120,10 @@ class ElasticNodes:
                 )
             time.sleep(POLL_S)
 
-    # The agreement
+    # The consensus
 
-    def share(self, own: Report) -> tuple[dict[int, Report], dict[int, str]]:
-        """Publish what this node knows. Returns the reports of all nodes, and the nodes that do not answer."""
+    def exchange_reports(self, own: Report) -> tuple[dict[int, Report], dict[int, str]]:
+        """Publish this node's report. Returns the reports of all nodes, and the lost nodes with reasons."""
         if own != self._heartbeats.own.report:
             self._heartbeats.publish(report=own)
         return {index: record.report for index, record in self._heartbeats.records.items()}, self._silent()
@@ -138,12 +137,12 @@ class ElasticNodes:
         return self._asked
 
     def decided(self, after: int) -> list[Generation]:
-        """The generations that were decided after number `after`."""
+        """The decided generations with numbers above `after`."""
         return [generation for generation in self._decided if generation.number > after]
 
     @property
     def has_others(self) -> bool:
-        """Whether the run can go on without this node."""
+        """Whether the run can continue without this node."""
         members = self._decided[-1].members if self._decided else ()
         gone = self._silent()
         return not self._hosts_store and any(m.node != self.index and m.node not in gone for m in members)
@@ -151,12 +150,12 @@ class ElasticNodes:
     # How the launch ends
 
     def publish(self, result: WorkerExit) -> None:
-        """Tell the others how the workers of this node have ended. Only the first result counts."""
+        """Publish how the workers of this node ended. Only the first result counts."""
         if self._heartbeats.own.result is None:
             self._heartbeats.publish(result=replace(result, is_final=True))
 
     def wait_for_results(self) -> bool:
-        """Whether all workers are restarted: never."""
+        """Whether all workers can be restarted: never."""
         return False
 
     def peer_failed(self) -> bool:
@@ -169,7 +168,7 @@ class ElasticNodes:
         error, silence_s = self._heartbeats.store_error, self._heartbeats.store_silence_s
         if error or silence_s > STORE_LOST_S:
             reason = error or f"no answer for {silence_s:.1f} s"
-            again = "the others go on without this node; start the same command again to rejoin"
+            again = "the others continue without this node; start the same command again to rejoin"
             return f"lost contact with the rendezvous at {self._nodes.address}: {reason}; {again}"
         return ""
 
@@ -183,14 +182,14 @@ class ElasticNodes:
         return None if failure is None else failure.with_notes(lost)
 
     def close(self) -> None:
-        """Leave, and let the others know. The node with the store leaves last."""
+        """Leave, and notify the others. The node with the store leaves last."""
         self._heartbeats.leave(STORE_LOST_S)
 
     def _silent(self) -> dict[int, str]:
-        """The nodes that do not answer, and those that have left."""
+        """The nodes whose heartbeat stopped, and those that have left, with reasons."""
         heartbeats = self._heartbeats
         if heartbeats.store_silence_s > LOST_S:
-            return {}  # it is this node that hears nothing
+            return {}  # this node is the one without contact
         left = {i: f"node {peer.name} has left" for i, peer in heartbeats.peers.items() if peer.has_left}
         silence = f"sent no heartbeat for {LOST_S:g} s: it is down, or the link to it"
         return {index: f"node {peer.name} {silence}" for index, peer in heartbeats.silent.items()} | left
@@ -198,7 +197,7 @@ class ElasticNodes:
     # In the thread
 
     def _exchange(self, heartbeats: Heartbeats[_Record]) -> None:
-        """Read the decisions and requests. The last node that leaves ends the run at this address."""
+        """Read decisions and requests. The last node to leave ends the run at this address."""
         self._read_decisions(self._proposed)
         own = heartbeats.own
         self._asked = frozenset(member for member in own.report.entered if self._store.check([leave_key(member)]))
@@ -217,7 +216,7 @@ class ElasticNodes:
 
 
 def _run_of(shared_store: Any, nodes: Nodes) -> tuple[Any, str]:
-    """The part of the store for the current run, and its name. A store that outlives a run serves the next one."""
+    """The store of the current run, and the run's name. A store that outlives a run serves the next one."""
     from paceline.comm.rendezvous import nodes_purpose, private_store
 
     secret = nodes.secret()

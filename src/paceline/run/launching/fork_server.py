@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 # torch itself.
 PRELOADED_MODULES = ("torch", "torch._dynamo", "paceline.api.trainer", "paceline.comm.shared_memory.communicator")
 KILL_WAIT_S = 5.0  # for killed processes to disappear
-# A server that is stopped (SIGSTOP) would never report an exit: kill it after this many polls in a row that find it
+# A stopped server (SIGSTOP) would never report an exit: kill it after this many consecutive polls in which it is
 # stopped. Polls, not seconds: suspending and resuming launcher and server together must not count.
 MAX_STOPPED_POLLS = 50
 
@@ -76,7 +76,7 @@ class ForkServer:
             self._channel.send(environments)
 
     def replace(self, rank: int, environment: dict[str, str]) -> None:
-        """Start a worker in place of one that has ended, while others run."""
+        """Start a replacement of a worker that has ended, while others run."""
         del self.exit_codes[rank]
         self.pids.pop(rank, None)
         with suppress(OSError):  # just killed: `poll` notices
@@ -100,9 +100,9 @@ class ForkServer:
             self.kill()
             self.exit_codes |= dict.fromkeys(self.running, self._server.wait())
 
-    def terminate(self, but: Collection[int] = ()) -> None:
-        """Send SIGTERM to the running workers but those; not to their children, which they may still need."""
-        for rank in set(self.running).difference(but):
+    def terminate(self, exclude: Collection[int] = ()) -> None:
+        """Send SIGTERM to the running workers, except `exclude`; not to their children, which they may still need."""
+        for rank in set(self.running).difference(exclude):
             with suppress(OSError, KeyError):  # gone, or not started yet
                 os.kill(self.pids[rank], signal.SIGTERM)
 
@@ -135,7 +135,7 @@ class ForkServer:
                 self.poll(deadline_s - time.monotonic())
                 self.kill()  # a replacement may have been started meanwhile
         finally:
-            self._server.kill()  # this also ends a worker that it is just forking
+            self._server.kill()  # also ends a worker that is being forked
             self._server.wait()
             self._channel.close()
 
@@ -183,7 +183,7 @@ def _import(modules: Sequence[str]) -> None:
         for name in modules:
             import_module(name)
     except Exception:
-        # The error belongs into the user's code. Start over without the modules, which may be partly imported.
+        # The error must come from the user's import. Start over without the modules, which may be partly imported.
         os.execv(sys.executable, sys.orig_argv[: -len(modules)])
     gc.collect()
     gc.enable()

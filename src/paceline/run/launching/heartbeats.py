@@ -1,4 +1,4 @@
-"""How the agents of several nodes know about each other: each publishes a record in a store, and reads all others'.
+"""Heartbeats between the agents of several nodes: each publishes a record in a store, and reads all others.
 
 A thread does this several times a second, because a broken link can block it.
 """
@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Self, TypeVar
 
 HEARTBEAT_S = 0.2
-# Silence that counts between two looks.
-MAX_LOOK_S = 0.5
-# Nodes that were lost for so long are not read any more, as those that have left: hosts may come and go for weeks.
+# The longest interval that counts between two updates of a `SilenceTimer`.
+MAX_INTERVAL_S = 0.5
+# Nodes that have left, or were lost for this long, are no longer read: hosts may come and go for weeks.
 FORGET_S = 60.0
-LEAVE_S = 30.0  # how long the node with the store waits at its end for the others
+LEAVE_S = 30.0  # how long the node with the store waits for the others at the end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,28 +40,29 @@ class Record:
 R = TypeVar("R", bound=Record)
 
 
-class Silence:
-    """How long nothing was heard. Only looks that were made in time count: on a busy machine this process may stand."""
+class SilenceTimer:
+    """The seconds since the last message. Long intervals between updates do not count: this process may have waited."""
 
     def __init__(self) -> None:
-        self.hear()
+        self.reset()
 
-    def hear(self) -> None:
+    def reset(self) -> None:
         self.seconds = 0.0
-        self._looked_s = time.monotonic()
+        self._updated_s = time.monotonic()
 
-    def look(self) -> float:
+    def update(self) -> float:
         now_s = time.monotonic()
-        self.seconds += min(now_s - self._looked_s, MAX_LOOK_S)
-        self._looked_s = now_s
+        self.seconds += min(now_s - self._updated_s, MAX_INTERVAL_S)
+        self._updated_s = now_s
         return self.seconds
 
 
 class Heartbeats(Generic[R]):
-    """The records of all nodes, as this one knows them. Without a store it is the only one.
+    """The latest records of all nodes. Without a store this node is the only one.
 
-    lost_s: a node is lost after this long without a heartbeat. The node that `hosts_store` leaves last. count_nodes:
-    how many nodes may have joined; called in the thread, as is `also`, with this object, for what else is exchanged.
+    lost_s: a node is lost after this long without a heartbeat. hosts_store: this node has the store and leaves last.
+    count_nodes: how many nodes may have joined. also: called with this object after each exchange of records. Both are
+    called in the thread.
     """
 
     def __init__(
@@ -75,16 +76,16 @@ class Heartbeats(Generic[R]):
         count_nodes: Callable[[], int],
         also: Callable[[Heartbeats[R]], object] = lambda _: None,
     ) -> None:
-        # The thread replaces `peers`, all others `own`. Neither is ever modified.
+        # The thread replaces `peers`, other threads replace `own`. Neither is ever modified.
         self.own = own
         self.peers: dict[int, R] = {}
         self.store_error = ""
         self.lost_s = lost_s
-        self._store_silence = Silence()
+        self._store_silence = SilenceTimer()
         self._index = index
         self._is_alone = store is None
         self._hosts_store = hosts_store
-        self._silence: dict[int, Silence] = {}  # since the record of a peer last changed
+        self._silence: dict[int, SilenceTimer] = {}  # since the record of a peer last changed
         self._num_heartbeats = 0
         self._has_news = threading.Event()
         # The store is open as long as something refers to it: only the thread does.
@@ -95,7 +96,7 @@ class Heartbeats(Generic[R]):
             self._thread.start()
 
     def publish(self, **changes: Any) -> None:
-        """Change fields of the own record, and send it at once."""
+        """Change fields of this node's record, and send it immediately."""
         self.own = replace(self.own, **changes)
         self.wake()
 
@@ -109,13 +110,13 @@ class Heartbeats(Generic[R]):
 
     @property
     def silent(self) -> dict[int, R]:
-        """The nodes that were lost."""
+        """The lost nodes."""
         return {index: peer for index, peer in self.peers.items() if self._silence[index].seconds > self.lost_s}
 
     @property
     def store_silence_s(self) -> float:
-        """How long the store has not answered. A store that is unreachable blocks the thread."""
-        return 0.0 if self._is_alone else self._store_silence.look()
+        """The seconds since the store's last answer. An unreachable store blocks the thread."""
+        return 0.0 if self._is_alone else self._store_silence.update()
 
     @property
     def are_others_gone(self) -> bool:
@@ -128,7 +129,7 @@ class Heartbeats(Generic[R]):
         return next((peer for peer in self.peers.values() if peer.options != self.own.options), None)
 
     def leave(self, timeout_s: float) -> None:
-        """Let the others know that this node leaves. timeout_s: for this message, if the store does not answer."""
+        """Notify the others that this node leaves. timeout_s: for this message, if the store does not answer."""
         if not self._is_alone:
             self.publish(has_left=True)
             self._thread.join(LEAVE_S if self._hosts_store else timeout_s)
@@ -144,7 +145,7 @@ class Heartbeats(Generic[R]):
             self.store_error = str(error).partition("\n")[0]
 
     def _exchange(self, store: Any, count_nodes: Callable[[], int], also: Callable[[Heartbeats[R]], object]) -> bool:
-        """Write the own record and read the others'. Returns True if that was the last time."""
+        """Write this node's record and read the others. Returns True after the last exchange."""
         self._num_heartbeats += 1
         own = replace(self.own, heartbeat=self._num_heartbeats)
         store.set(f"node-{self._index}", own.to_json())
@@ -152,19 +153,19 @@ class Heartbeats(Generic[R]):
             if index == self._index or self._is_forgotten(index):
                 continue
             if index in self.peers or store.check([f"node-{index}"]):
-                self._hear(index, own.parse(store.get(f"node-{index}")))
+                self._receive(index, own.parse(store.get(f"node-{index}")))
         also(self)
-        self._store_silence.hear()
+        self._store_silence.reset()
         return own.has_left and (self.are_others_gone or not self._hosts_store)
 
     def _is_forgotten(self, index: int) -> bool:
         peer = self.peers.get(index)
         return peer is not None and (peer.has_left or self._silence[index].seconds > FORGET_S)
 
-    def _hear(self, index: int, record: R) -> None:
-        silence = self._silence.setdefault(index, Silence())
+    def _receive(self, index: int, record: R) -> None:
+        silence = self._silence.setdefault(index, SilenceTimer())
         if index in self.peers and record.heartbeat == self.peers[index].heartbeat:
-            silence.look()
+            silence.update()
         else:
-            silence.hear()
+            silence.reset()
             self.peers = {**self.peers, index: record}

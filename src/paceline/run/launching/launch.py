@@ -64,11 +64,11 @@ def launch(
     called again, and a trainer in it continues from its newest checkpoint. Under torchrun its own --max-restarts
     applies.
 
-    With `min_workers` a worker that dies (killed, crashed, a failed device) leaves the run, and the others go on
-    without a restart, as long as this many are left: they begin the step again, with all its samples, and in exact mode
-    the weights are what they would have been. Up to `max_restarts` replacements join the run while it goes on. A worker
-    that computes nothing for `stall_s` counts as dead; the default follows the measured times. An exception in `fn`
-    still ends the run. See docs/elastic.md.
+    With `min_workers` a worker that dies (killed, crashed, a failed device) leaves the run, and the others continue
+    without a restart, as long as this many are left: they repeat the step, with all its samples, and in exact mode the
+    weights are the same as without the loss. Up to `max_restarts` replacements join the running run. A worker that
+    computes nothing for `stall_s` counts as dead; the default follows the measured times. An exception in `fn` still
+    ends the run. See docs/elastic.md.
 
     With `logs` the standard output and error of rank R, even of a single worker, are appended to `rank-R.out` and
     `rank-R.err` in that folder, and rank 0's are also shown here.
@@ -106,9 +106,9 @@ class Launch:
     logs: str | os.PathLike[str] | None = None
     nodes: Nodes = SINGLE_NODE
     is_command: bool = False  # the process does nothing else: after a signal, it raises what the workers report
-    min_workers: int | None = None  # to go on with when others die; None: they end with the first that dies
+    min_workers: int | None = None  # needed to continue when others die; None: all end when one dies
     stall_s: float | None = None  # how long a micro-batch may take; with min_workers only
-    is_quiet: bool = False  # says nothing after a signal
+    is_quiet: bool = False  # prints nothing after a signal
 
     def __post_init__(self) -> None:
         if self.min_workers is not None:
@@ -136,12 +136,12 @@ class Launch:
 
     @property
     def runs_here(self) -> bool:
-        """Whether this process does the work: it is a worker, or the only one and needs no process around it."""
+        """Whether this process does the work: it is a worker, or the only one and needs no supervision."""
         is_plain = (self.max_restarts, self.logs, self.elastic, self.nodes.num) == (0, None, None, 1)
         return self.num_workers == 1 and (is_worker() or is_plain)
 
     def warn_if_fixed(self) -> None:
-        """In a worker of another launcher, on rank 0."""
+        """In workers of another launcher, print on rank 0 that min_workers has no effect."""
         is_fixed = is_worker() and MEMBERSHIP_VARIABLE not in os.environ
         if self.min_workers is not None and is_fixed and os.environ["RANK"] == "0":
             print(
@@ -152,7 +152,7 @@ class Launch:
 
     @property
     def elastic(self) -> Elastic | None:
-        """How the run goes on when workers die; None if all are restarted."""
+        """How the run continues when workers die; None if all are restarted."""
         if self.min_workers is None and not self.nodes.max_num:
             return None
         return Elastic(self.min_workers or 1, self.max_restarts, self.stall_s)
@@ -191,7 +191,7 @@ def launch_workers(
         save_call(folder / worker.CALL_FILE, fn, tuple(args), kwargs)
         _run_workers(folder, options, on_poll=on_poll)
         if not (folder / worker.RESULT_FILE).exists():
-            raise WorkerError("rank 0 died when the work was done, before it had returned its result")
+            raise WorkerError("rank 0 died after the work was done, before it returned its result")
         return worker.load(folder / worker.RESULT_FILE)
 
 
@@ -214,7 +214,7 @@ def _run_workers(
     common = {"nodes": [nodes.num, nodes.max_num], "max_restarts": options.max_restarts}
     with (
         ForkServer(folder / worker.START_FILE, _environment(folder, count, nodes)) as server,  # first: it takes longest
-        closing(_meet(nodes, count, folder.name, common)) as rendezvous,
+        closing(_join(nodes, count, folder.name, common)) as rendezvous,
         follow_output(logs, shows_rank_0=rendezvous.first_rank == 0) as copy_output,
         Agent(
             folder,
@@ -239,7 +239,7 @@ def _run_workers(
         raise failure
 
 
-def _meet(nodes: Nodes, count: int, run_id: str, common: Mapping[str, Any]) -> NodeRendezvous | ElasticNodes:
+def _join(nodes: Nodes, count: int, run_id: str, common: Mapping[str, Any]) -> NodeRendezvous | ElasticNodes:
     if nodes.max_num:
         return ElasticNodes(nodes, count, common)
     return NodeRendezvous(nodes, count, run_id, common)
@@ -254,7 +254,7 @@ def _stop_message(error: KeyboardInterrupt | SystemExit) -> str:
 
 
 def _environment(folder: Path, count: int, nodes: Nodes) -> dict[str, str]:
-    """The environment of the workers, but for their ranks."""
+    """The environment of the workers, without their ranks."""
     environment = {
         **os.environ,
         **allocator_environment(),

@@ -1,4 +1,4 @@
-"""The machines of a launch: how their agents find each other, and decide together when their number is fixed."""
+"""The nodes of a launch: how their agents find each other, and, if their number is fixed, how they decide together."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ DEFAULT_JOIN_TIMEOUT_S = 300.0
 LOST_S = 10.0  # without a heartbeat: the node is down, or the link to it
 POLL_S = 0.02
 _NO_SECRET = (
-    "paceline: this run has no secret: anyone who can reach {address} can join or disturb it. Pass --secret-file, the "
-    "same on every node; see docs/security.md"
+    "paceline: this run has no secret: any process that can reach {address} can join or disturb it. Pass "
+    "--secret-file, the same on every node; see docs/security.md"
 )
 
 
@@ -37,9 +37,9 @@ class NodesError(PacelineError):
 
 @dataclass(frozen=True)
 class Nodes:
-    """The number of machines, and the address `HOST:PORT` of their rendezvous; HOST is one of them. Default: this one.
+    """The number of nodes, and the address `HOST:PORT` of their rendezvous; HOST is one of them. Default: one node.
 
-    With `max_num`, machines may come and go: the run starts with `num` of them, and up to `max_num` take part.
+    With `max_num`, nodes may come and go: the run starts with `num` of them, and up to `max_num` take part.
     `secret_file` holds a secret that all nodes share; see `core.secret` for the variables that can replace it.
     """
 
@@ -99,7 +99,7 @@ SINGLE_NODE = Nodes()
 
 @dataclass(frozen=True, kw_only=True)
 class _Record(Record):
-    """`results` are of the current start and the one before, as a node can be one behind."""
+    """`results`: of the current start and the one before, since a node can be one start behind."""
 
     run_id: str
     results: dict[int, WorkerExit] = field(default_factory=dict)
@@ -122,14 +122,14 @@ class NodeRendezvous:
     methods only `wait_for_results` and `close` wait for other nodes, each with a time limit.
     """
 
-    has_others = False  # the run cannot go on without this node
+    has_others = False  # the run cannot continue without this node
 
     def __init__(self, nodes: Nodes, num_workers: int, run_id: str, options: Mapping[str, Any]) -> None:
         deadline_s = time.monotonic() + nodes.join_timeout_s
         self._nodes, self.num_nodes = nodes, nodes.num
         self._hosts_store, self.index, self.name = True, 0, socket.gethostname()
         self.environment: dict[str, str] = {}  # variables with which workers of several nodes connect
-        self.num_restarts = 0  # incremented by the agent: results are those of the current start
+        self.num_restarts = 0  # incremented by the agent: the current start, to which results belong
         store = self._open_store() if nodes.num > 1 else None
         own = _Record(name=self.name, num_workers=num_workers, options=options, run_id=run_id)
         self._heartbeats = Heartbeats(
@@ -165,18 +165,18 @@ class NodeRendezvous:
         return len(self._heartbeats.records) == self.num_nodes
 
     def close(self) -> None:
-        """Leave, and let the others know. The node with the store leaves last."""
+        """Leave, and notify the others. The node with the store leaves last."""
         self._heartbeats.leave(LOST_S)
 
     def publish(self, result: WorkerExit) -> None:
-        """Tell the others how the current start ended here. Only a start's first result counts."""
+        """Publish how the current start ended on this node. Only a start's first result counts."""
         results = self._heartbeats.own.results
         if self.num_restarts not in results:
             recent = {start: old for start, old in results.items() if start == self.num_restarts - 1}
             self._heartbeats.publish(results={**recent, self.num_restarts: result})
 
     def wait_for_results(self) -> bool:
-        """Wait until the current start has ended on all nodes. Whether all can restart; False if a node is lost."""
+        """Wait until the current start has ended on all nodes. Returns whether all can restart; not if one is lost."""
         while len(results := self._results()) < self.num_nodes:
             if self.lost():
                 return False
@@ -192,7 +192,7 @@ class NodeRendezvous:
         return bool(kinds - {ExitKind.DONE, ExitKind.STOPPED} or self.lost())
 
     def lost(self) -> str:
-        """Which nodes cannot be reached any more though the start has not ended there; empty if none."""
+        """The nodes that cannot be reached although their start has not ended; empty if there are none."""
         heartbeats, results = self._heartbeats, self._results()
         awaited = {index: peer for index, peer in heartbeats.peers.items() if index not in results}
         if left := [peer.name for peer in awaited.values() if peer.has_left]:
@@ -207,7 +207,7 @@ class NodeRendezvous:
         return ""
 
     def first_failure(self) -> WorkerExit | None:
-        """Why the current start failed, as far as this node knows; None if it has not."""
+        """Why the current start failed, according to the known records; None if it has not."""
         failure, lost = first_failure(self._results().values()), self.lost()
         if failure is None:
             return WorkerExit(ExitKind.COMMUNICATION, self.first_rank, lost) if lost else None
@@ -264,7 +264,7 @@ def worker_environment(nodes: Nodes, own_address: str, port: int) -> dict[str, s
 
 
 def open_store(nodes: Nodes) -> tuple[Any, bool, str]:
-    """Open the store on the node that has the address, and connect to it from the others, as soon as it is up.
+    """Open the store on the node that has the address; connect to it from the others as soon as it is up.
 
     Returns the store, whether this node hosts it, and this node's own address.
     """
@@ -310,7 +310,7 @@ def open_store(nodes: Nodes) -> tuple[Any, bool, str]:
 
 
 def keep_store(address: str) -> None:
-    """Keep the rendezvous of other nodes at this address of this machine, until interrupted; for `--nodes MIN:MAX`."""
+    """Serve the rendezvous of other nodes at this address of this machine until interrupted; for `--nodes MIN:MAX`."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     host, port = Nodes(1, address, max_num=2).host_and_port
@@ -326,7 +326,7 @@ def keep_store(address: str) -> None:
 
 
 def _listen(host: str, port: int) -> socket.socket | None:
-    """Listen at this address alone (torch would listen at all addresses); None if it is not ours, or is in use."""
+    """Listen at this address only, where torch would listen at all; None if it is another machine's, or in use."""
     for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         with suppress(OSError):
             return socket.create_server(address[:2], family=family)

@@ -1,4 +1,4 @@
-"""Functions, arguments and results that travel between launcher and workers: by value, with cloudpickle."""
+"""Sends functions, arguments and results between launcher and workers: by value, with cloudpickle."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _by_value(fn: Callable[..., Any]) -> Iterator[None]:
 
 
 def _importable(name: str) -> bool:
-    """Whether `import name`, in a new process with this sys.path, finds the file this module came from."""
+    """Whether `import name`, in a new process with this sys.path, finds the file of this module."""
     parent = name.rpartition(".")[0]
     if parent and (parent not in sys.modules or not _importable(parent)):
         return False

@@ -1,4 +1,4 @@
-"""Ends workers that stand still, so that the others can go on without them."""
+"""Ends stalled workers, so that the others can continue without them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sysconfig
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.run.launching import worker
@@ -24,47 +24,45 @@ STACK_WAIT_S = 0.5
 
 @dataclass
 class _Watched:
-    """A worker, as last seen."""
+    """The state of a worker at the last check."""
 
     num_ticks: int = 0
     was_computing: bool = False
-    idle_s: float = 0.0  # since it began something
+    idle_s: float = 0.0  # since it last began something
     stopped_s: float = 0.0  # since its process was stopped
-    ending_since_s: float | None = None  # it stood still: its stack was requested
+    ending_since_s: float | None = None  # it has stalled: its stack was requested
 
 
-class Stalls:
-    """Looks at what the workers of this node write on their board. stall_s: how long a micro-batch may take."""
+@dataclass
+class StallDetector:
+    """Checks the progress that this node's workers write to their board. stall_s: how long a micro-batch may take."""
 
-    def __init__(
-        self, board: Board, server: ForkServer, folder: Path, first_rank: int, stall_s: float | None = None
-    ) -> None:
-        self._board = board
-        self._server = server
-        self._folder = folder
-        self._first_rank = first_rank
-        self._stall_s = stall_s
-        self._longest_s = 0.0  # of what any worker has computed between two exchanges
-        self._watched: dict[int, _Watched] = {}  # by slot
+    board: Board
+    server: ForkServer
+    folder: Path
+    first_rank: int
+    stall_s: float | None = None
+    _longest_s: float = 0.0  # the longest that any worker has computed between two exchanges
+    _watched: dict[int, _Watched] = field(default_factory=dict)  # by slot
 
     def forget(self, slot: int) -> None:
         """Before a replacement is started."""
         self._watched.pop(slot, None)
 
-    def look(self, slot: int, elapsed_s: float) -> None:
-        """Called for a running worker. elapsed_s: since the last look."""
-        seen, pid = self._watched.setdefault(slot, _Watched()), self._server.pids[self._first_rank + slot]
-        activity, num_ticks = self._board.activity(slot), self._board.num_ticks(slot)
-        has_begun_nothing = num_ticks == seen.num_ticks
-        if has_begun_nothing:
+    def check(self, slot: int, elapsed_s: float) -> None:
+        """Called for a running worker. elapsed_s: since the last check."""
+        seen, pid = self._watched.setdefault(slot, _Watched()), self.server.pids[self.first_rank + slot]
+        activity, num_ticks = self.board.activity(slot), self.board.num_ticks(slot)
+        is_idle = num_ticks == seen.num_ticks
+        if is_idle:
             seen.idle_s += elapsed_s
         else:
             if seen.was_computing:  # and has completed it
                 self._longest_s = max(self._longest_s, seen.idle_s)
             seen.num_ticks, seen.idle_s = num_ticks, 0.0
         seen.was_computing = activity is Activity.COMPUTING
-        # Asking the kernel takes longer than all the rest: not about workers that have just begun something.
-        seen.stopped_s = seen.stopped_s + elapsed_s if has_begun_nothing and _is_stopped(pid) else 0.0
+        # Asking the kernel takes longer than the rest, so only about idle workers.
+        seen.stopped_s = seen.stopped_s + elapsed_s if is_idle and _is_stopped(pid) else 0.0
         if seen.ending_since_s is not None:
             self._end(slot, seen)
         elif (seen.was_computing and seen.idle_s > self._limit_s) or seen.stopped_s > self._stopped_limit_s:
@@ -74,31 +72,31 @@ class Stalls:
 
     @property
     def _limit_s(self) -> float:
-        return self._stall_s or max(STALL_FACTOR * self._longest_s, MIN_STALL_S)
+        return self.stall_s or max(STALL_FACTOR * self._longest_s, MIN_STALL_S)
 
     @property
     def _stopped_limit_s(self) -> float:
-        return min(self._stall_s or STOPPED_S, STOPPED_S)
+        return min(self.stall_s or STOPPED_S, STOPPED_S)
 
     def _end(self, slot: int, seen: _Watched) -> None:
-        """End a worker that stood still, when its stack has had the time to be written."""
+        """End a stalled worker, once there was time to write its stack."""
         assert seen.ending_since_s is not None
         if time.monotonic() - seen.ending_since_s < STACK_WAIT_S:
             return
-        rank = self._first_rank + slot
-        stack = read_stack(self._folder, rank)
+        rank = self.first_rank + slot
+        stack = read_stack(self.folder, rank)
         if seen.stopped_s:
             what = f"rank {rank} was stopped for {seen.stopped_s:.1f} s (SIGSTOP)"
         else:
-            line = users_line(stack)
-            what = f"rank {rank} stood still for {seen.idle_s:.1f} s" + (f", at {line}" if line else "")
-        WorkerExit(ExitKind.DIED, rank, f"{what}, and was ended", stack).write(self._folder)
-        self._server.kill_group(rank)
+            line = user_line(stack)
+            what = f"rank {rank} stalled for {seen.idle_s:.1f} s" + (f", at {line}" if line else "")
+        WorkerExit(ExitKind.DIED, rank, f"{what}, and was ended", stack).write(self.folder)
+        self.server.kill_group(rank)
         seen.ending_since_s = float("inf")
 
 
-def users_line(stack: str) -> str:
-    """The innermost line of a stack outside of installed libraries, or the innermost one if there is no other."""
+def user_line(stack: str) -> str:
+    """The innermost line of a stack outside of installed libraries, else the innermost line."""
     lines = [line.strip() for line in stack.splitlines() if line.lstrip().startswith("File ")]
     installed = tuple(f'File "{sysconfig.get_path(name)}' for name in ("stdlib", "purelib", "platlib"))
     own = [line for line in lines if not line.startswith(installed)]

@@ -1,8 +1,8 @@
-"""The agent's part of a run whose workers may change: it announces who takes part, and starts replacements.
+"""The agent's part of a run whose workers may change: announces the members, and starts replacements.
 
-A worker that dies leaves the run, and the others go on with the step. If there are restarts left, a replacement is
-started in its slot; it joins the others when it has set itself up. A worker that stands still is ended (`stalls.py`),
-which makes it a death like any other.
+A worker that dies leaves the run, and the others continue with the step. If there are restarts left, a replacement is
+started in its slot; it joins the others when it has set itself up. A stalled worker is ended (`stalls.py`) and then
+counts as dead.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Protocol
 
 from paceline.observe.json_lines import replace_file
 from paceline.run.launching.fork_server import ForkServer
-from paceline.run.launching.stalls import Stalls
+from paceline.run.launching.stalls import StallDetector
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit
 from paceline.run.membership.board import Activity, Board
 from paceline.run.membership.generation import Generation, Member
 from paceline.run.membership.member import BOARD_FILE, GENERATION_FILE, leave_file
 from paceline.run.membership.roster import Report, is_entered_by_all, next_generation
 
-# Time that counts between two looks: if the agent itself was suspended, its workers did not stand still.
-MAX_LOOK_S = 1.0
+# The longest time that counts between two polls: if the agent itself was suspended, its workers did not stall.
+MAX_INTERVAL_S = 1.0
 MAX_BACK_OFF_S = 30.0
 FINISH_S = 2.0
 MAX_REPORTED_LOSSES = 32
@@ -33,7 +33,7 @@ MAX_REPORTED_LOSSES = 32
 
 @dataclass(frozen=True)
 class Elastic:
-    """How a run goes on when workers die.
+    """How a run continues when workers die.
 
     min_workers: end the run if fewer are left. max_restarts: how many replacements are started on this node. stall_s:
     how long a micro-batch may take; None for a limit from the measured times.
@@ -53,33 +53,33 @@ class _Slot:
     start_at_s: float = field(default=float("inf"))  # of the next replacement
 
 
-class Council(Protocol):
+class Consensus(Protocol):
     """How the agents of all nodes agree on generations."""
 
     @property
     def first(self) -> Generation:
         """The generation that this node begins with."""
 
-    def share(self, own: Report) -> tuple[Mapping[int, Report], Mapping[int, str]]:
-        """Publish what this node knows. Returns the reports of all nodes, and the nodes that are lost, with reasons."""
+    def exchange_reports(self, own: Report) -> tuple[Mapping[int, Report], Mapping[int, str]]:
+        """Publish this node's report. Returns the reports of all nodes, and the lost nodes with reasons."""
 
     def propose(self, generation: Generation) -> None:
         """Make this the next generation, unless another one was decided first."""
 
     def decided(self, after: int) -> list[Generation]:
-        """The generations that were decided after number `after`."""
+        """The decided generations with numbers above `after`."""
 
     def asked_to_leave(self) -> frozenset[Member]:
         """The members of this node that other nodes have asked to leave."""
 
 
-class SingleNode:
-    """The council of one node: what it proposes is decided."""
+class SingleNodeConsensus:
+    """The consensus of a single node: its proposals are decided."""
 
     def __init__(self, first: Generation) -> None:
         self.first = self._newest = first
 
-    def share(self, own: Report) -> tuple[Mapping[int, Report], Mapping[int, str]]:
+    def exchange_reports(self, own: Report) -> tuple[Mapping[int, Report], Mapping[int, str]]:
         return {0: own}, {}
 
     def propose(self, generation: Generation) -> None:
@@ -100,7 +100,7 @@ class Supervisor:
         options: Elastic,
         folder: Path,
         server: ForkServer,
-        council: Council,
+        consensus: Consensus,
         slots: Sequence[Member],
         first_rank: int,
         start_replacement: Callable[[int, Member], None],
@@ -108,53 +108,53 @@ class Supervisor:
         self._options = options
         self._folder = folder
         self._server = server
-        self._council = council
+        self._consensus = consensus
         self._first_rank = first_rank
         self._start_replacement = start_replacement
         self._slots = {member.slot: _Slot(member) for member in slots}
         folder.mkdir(exist_ok=True)
         self._board = Board.create(folder / BOARD_FILE, len(slots))
-        self._stalls = Stalls(self._board, server, folder, first_rank, options.stall_s)
+        self._stalls = StallDetector(self._board, server, folder, first_rank, options.stall_s)
         self._lost: dict[Member, str] = {}
-        self._finished_s: dict[Member, float] = {}  # when members have ended because their work is done
+        self._finished_s: dict[Member, float] = {}  # when members ended because their work is done
         self._leaving: dict[Member, str] = {}
         self._deaths: Counter[tuple[int, int]] = Counter()  # by slot and step
         self._num_replaced = 0
-        self._looked_s = time.monotonic()
-        self.generation = council.first
-        self._announce(council.first)
+        self._polled_s = time.monotonic()
+        self.generation = consensus.first
+        self._announce(consensus.first)
 
     def note_exit(self, slot: int, ended: WorkerExit) -> WorkerExit:
-        """A worker has ended. If the others go on without it, its exit becomes `LEFT`."""
+        """A worker has ended. If the others continue without it, its exit becomes `LEFT`."""
         member = self._slots[slot].member
         if ended.kind is ExitKind.DONE:
             self._finished_s[member] = time.monotonic()
             return ended
         if ended.kind is ExitKind.LEFT:
-            print(f"paceline: {ended.message}: {self._num_members} workers go on", file=sys.stderr)
+            print(f"paceline: {ended.message}: {self._num_members} workers continue", file=sys.stderr)
             return ended
         if ended.kind is not ExitKind.DIED:
-            return ended  # an exception of the user's would come again
+            return ended  # an exception in the user's code would recur
         step = self._board.num_steps(slot)
         self._deaths[slot, step] += 1
         if 0 < self._options.max_restarts < self._deaths[slot, step]:
             times = f"{self._deaths[slot, step]} times at step {step + 1}"
-            return replace(ended.with_notes(f"its slot died {times}: the run ends, as it would again"), is_final=True)
+            return replace(ended.with_notes(f"its slot died {times}: the run ends, as it would recur"), is_final=True)
         has_joined = member in self.generation.members
-        if has_joined and not self._can_go_on(member):
+        if has_joined and not self._can_continue(member):
             return ended
-        self._server.kill_group(self._first_rank + slot)  # the processes that it has started
+        self._server.kill_group(self._first_rank + slot)  # the processes that it started
         reason = ended.message.partition("\n")[0]
         self._lost[member] = reason
         self._advance()
         self._schedule_replacement(slot, has_joined=has_joined)
-        going_on = f"{self._num_members} workers go on" if has_joined else "it was about to join"
-        print(f"paceline: {reason}: {going_on}", file=sys.stderr)
+        what_follows = f"{self._num_members} workers continue" if has_joined else "it was about to join"
+        print(f"paceline: {reason}: {what_follows}", file=sys.stderr)
         return replace(ended, kind=ExitKind.LEFT)
 
-    def _can_go_on(self, lost: Member) -> bool:
-        """Whether enough workers are left that can begin the step again."""
-        reports, lost_nodes = self._council.share(self._report())
+    def _can_continue(self, lost: Member) -> bool:
+        """Whether enough workers are left to repeat the step."""
+        reports, lost_nodes = self._consensus.exchange_reports(self._report())
         gone = {**self._lost, lost: "died"}
         gone |= {member: lost_nodes[member.node] for member in self.generation.members if member.node in lost_nodes}
         is_set_up = self.generation.number > 0 or is_entered_by_all(self.generation, reports, gone)
@@ -164,7 +164,7 @@ class Supervisor:
         return is_over or (is_set_up and has_state and len(left) >= self._options.min_workers)
 
     def _with_state(self, reports: Mapping[int, Report]) -> list[Member]:
-        """The members that have the state of the run: not those that are still taking it over."""
+        """The members that have the state of the run, without those that are still taking it over."""
         entered = {member: number for report in reports.values() for member, number in report.entered.items()}
         number, joined = self.generation.number, self.generation.joined
         return [
@@ -177,8 +177,8 @@ class Supervisor:
 
     @property
     def is_over(self) -> bool:
-        """Whether only workers are left that have not joined: there is nothing left to join."""
-        reports, lost_nodes = self._council.share(self._report())
+        """Whether only workers that have not joined are left, so there is nothing to join."""
+        reports, lost_nodes = self._consensus.exchange_reports(self._report())
         lost = {member for report in reports.values() for member in report.lost} | self._finished_s.keys()
         return all(member in lost or member.node in lost_nodes for member in self._with_state(reports))
 
@@ -192,16 +192,16 @@ class Supervisor:
 
     def poll(self) -> None:
         """Called several times a second: let workers join and leave, start replacements, end stalled workers."""
-        # Workers end one after the other. If one is still there later, a loss has kept it from learning of the end.
-        late_s = time.monotonic() - FINISH_S
-        self._lost |= {member: "it has finished" for member, at_s in self._finished_s.items() if at_s < late_s}
-        asked = self._council.asked_to_leave()
+        # Workers end one after the other. After FINISH_S, one that still runs has missed the end because of a loss.
+        limit_s = time.monotonic() - FINISH_S
+        self._lost |= {member: "it has finished" for member, at_s in self._finished_s.items() if at_s < limit_s}
+        asked = self._consensus.asked_to_leave()
         for slot in self._slots.values():
             if slot.member in asked or leave_file(self._folder, slot.member).exists():
                 self._leaving[slot.member] = self._asked_to_leave(slot.member)
         self._advance()
         now_s = time.monotonic()
-        elapsed_s, self._looked_s = min(now_s - self._looked_s, MAX_LOOK_S), now_s
+        elapsed_s, self._polled_s = min(now_s - self._polled_s, MAX_INTERVAL_S), now_s
         for number, slot in self._slots.items():
             rank = self._first_rank + number
             is_waiting = slot.member in self._leaving and slot.member not in self.generation.members
@@ -210,21 +210,21 @@ class Supervisor:
             if slot.start_at_s <= now_s and rank in self._server.exit_codes:
                 self._replace(number)
             elif rank in self._server.pids and rank not in self._server.exit_codes:
-                self._stalls.look(number, elapsed_s)
+                self._stalls.check(number, elapsed_s)
 
     def _end_newcomer(self, member: Member) -> None:
-        """End a worker that was asked to leave before it was let in."""
+        """End a worker that was asked to leave before it joined."""
         rank = self._first_rank + member.slot
         WorkerExit(ExitKind.LEFT, rank, f"rank {rank} left before it had joined").write(self._folder)
         self._server.kill_group(rank)
 
     def _advance(self) -> None:
-        """Propose the next generation, if there is a reason, and announce those that were decided."""
-        reports, lost_nodes = self._council.share(self._report())
+        """Propose the next generation, if there is a reason, and announce the decided ones."""
+        reports, lost_nodes = self._consensus.exchange_reports(self._report())
         following = next_generation(self.generation, reports, lost_nodes)
         if following is not None and following.members:
-            self._council.propose(following)
-        for generation in self._council.decided(self.generation.number):
+            self._consensus.propose(following)
+        for generation in self._consensus.decided(self.generation.number):
             self._announce(generation)
 
     def _announce(self, generation: Generation) -> None:
@@ -237,7 +237,7 @@ class Supervisor:
         alive = {number: slot.member for number, slot in self._slots.items() if slot.member not in gone}
         ready = {member for number, member in alive.items() if self._board.activity(number) is Activity.READY}
         entered = {member: self._board.entered(number) for number, member in alive.items()}
-        # A decision may have missed the newest losses. Older ones concern nobody: runs may last for weeks.
+        # A decision may have missed the newest losses. Older ones are irrelevant: runs may last for weeks.
         newest = {*list(self._lost)[-MAX_REPORTED_LOSSES:], *self.generation.members}
         lost = {member: why for member, why in self._lost.items() if member in newest}
         return Report(lost, dict(self._leaving), frozenset(ready), entered)

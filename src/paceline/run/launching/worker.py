@@ -1,4 +1,4 @@
-"""The main function of a worker process, which `fork_server.py` forks. Its environment holds its rank.
+"""The main function of a worker process, which `fork_server.py` forks. Its environment has its rank.
 
 It prints nothing itself: it writes how it ended to the folder of the launch, where its agent reads it.
 
@@ -35,9 +35,9 @@ CALL_FILE = "call.pkl"
 RESULT_FILE = "result.pkl"
 STORE_FILE = "store"
 SECRET_FILE = "secret"
-# In the folder of a start: the agent ends the workers, and tells the user why.
+# Files in the folder of a start. The agent ends the workers and has printed why:
 ANNOUNCED_FILE = "announced"
-# There: a worker finishes its step on a signal, and saves.
+# On a signal, a worker finishes its step and saves:
 STOPPABLE_FILE = "stoppable"
 STACK_SIGNAL = signal.SIGUSR1
 STACK_WAIT_S = 0.5
@@ -45,7 +45,7 @@ STACK_WAIT_S = 0.5
 # EX_TEMPFAIL of sysexits.h: no error; the same command continues the run.
 STOPPED_EXIT_CODE = 75
 
-# Names the file by which a worker tells its agent that it has received SIGTERM and is saving.
+# Names the file that a worker creates when it has received SIGTERM and is saving.
 HEARD_VARIABLE = "PACELINE_HEARD_FILE"
 
 _KINDS = (
@@ -62,7 +62,7 @@ def start_folder(folder: Path, num_restarts: int) -> Path:
 
 
 def load(path: Path) -> Any:
-    """Load what `payload.py` saved. Only from the launch's private folder: no pickle from elsewhere is loaded."""
+    """Load a file of `payload.py`, from the launch's private folder only: no other pickle is ever loaded."""
     if reason := why_not_private(path.parent):
         raise PermissionError(f"{path} is not loaded: {path.parent} is not a private folder of this user: {reason}")
     with path.open("rb") as file:
@@ -70,7 +70,7 @@ def load(path: Path) -> Any:
 
 
 def user_traceback(error: BaseException, *also_own: str) -> str:
-    """The traceback without the frames, above the user's code, that started it."""
+    """The traceback without Paceline's frames above the user's code."""
     frame = error.__traceback__
     while frame and (is_own(file := frame.tb_frame.f_code.co_filename) or file in also_own):
         frame = frame.tb_next
@@ -149,15 +149,15 @@ def _describe(error: BaseException, folder: Path, rank: int, peers: list[int]) -
 
 
 def _kind(error: BaseException) -> ExitKind:
-    """By the error's class, without importing it: an error of a module that is not imported was not raised."""
+    """By the error's class, without imports: a module that is not imported has raised no error."""
     for module, name, kind in _KINDS:
         if module in sys.modules and isinstance(error, getattr(sys.modules[module], name)):
             return kind
-    return ExitKind.DIED if _is_of_hardware(error) else ExitKind.FAILED
+    return ExitKind.DIED if _is_device_failure(error) else ExitKind.FAILED
 
 
-def _is_of_hardware(error: BaseException) -> bool:
-    """Whether a device failed. That counts as a death; running out of its memory does not, as it would come again."""
+def _is_device_failure(error: BaseException) -> bool:
+    """Whether a device failed. That counts as a death; running out of its memory does not, since it would recur."""
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
         return False
@@ -165,7 +165,7 @@ def _is_of_hardware(error: BaseException) -> bool:
 
 
 def _stacks_of(folder: Path, peers: list[int]) -> list[str]:
-    """Where the other workers of this node stand that are still running."""
+    """The stacks of this node's other workers that are still running."""
     running = [peer for peer in peers if not worker_file(folder, "report", peer).exists()]
     for peer in running:
         try:
@@ -176,7 +176,7 @@ def _stacks_of(folder: Path, peers: list[int]) -> list[str]:
     deadline_s = time.monotonic() + STACK_WAIT_S
     while time.monotonic() < deadline_s:
         before, stacks = stacks, {peer: read_stack(folder, peer) for peer in running}
-        if stacks == before and all(stacks.values()):  # unchanged since the last look: complete
+        if stacks == before and all(stacks.values()):  # unchanged since the last read: complete
             break
         time.sleep(0.05)
     return [
@@ -188,7 +188,7 @@ def _stacks_of(folder: Path, peers: list[int]) -> list[str]:
 
 
 def _exit(code: int) -> NoReturn:
-    """Exit without the interpreter's shutdown, in which native threads of a broken world hang or abort."""
+    """Exit without the interpreter's shutdown, in which native threads of a broken world may hang or abort."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -36,7 +36,7 @@ class ExitKind(StrEnum):
     INTERRUPTED = "interrupted"
     STOPPED = "stopped"  # on request, after saving
     TERMINATED = "terminated"  # by a SIGTERM from elsewhere
-    LEFT = "left"  # it died, and the others go on
+    LEFT = "left"  # it died or left, and the others continue
     ENDED = "ended"  # by its agent, because of another worker's failure
     DONE = "done"
 

@@ -33,7 +33,7 @@ LOSSES_PER_READ = 256
 class Validation:
     """After `step` steps, in `epoch` (from 0): the mean loss and, by k, the fraction of samples in the top k.
 
-    `accuracy` is empty where outputs and targets are not those of a classifier.
+    `accuracy` is empty if outputs and targets are not a classifier's.
     """
 
     step: int
@@ -84,7 +84,7 @@ def train_step(loss_fn: LossFunction, state: TrainingState, batch: Any, replica:
         _drop_gradients(own)
         buffers.take()
 
-    _drop_gradients(own)  # left by a backward of the user
+    _drop_gradients(own)  # of the user's own backward
     buffers.begin()
     seed_device(device, derive_seed(state.seed, Purpose.MICRO_BATCH, state.step, state.first_number + replica))
     try:
@@ -104,7 +104,7 @@ def train_step(loss_fn: LossFunction, state: TrainingState, batch: Any, replica:
 def sync_buffer(state: TrainingState, *, reduce: Reduce | None = None) -> None:
     """Give every replica the mean of all replicas' gradients, weighted by their samples, in its parameters' .grad.
 
-    BatchNorm's running statistics are those of running the replicas' batches one after another. Inside a world all
+    BatchNorm's running statistics change as if the replicas' batches had run one after another. Inside a world all
     processes must call it, and the mean is over the replicas of all.
 
     reduce(gradients, weights): replaces the mean, for example by a median. It is called for each parameter with a list
@@ -234,13 +234,13 @@ def topk_accuracy(output: Any, target: Any, topk: Sequence[int]) -> dict[int, to
 
 
 def verbose_lines(num_steps: int | None, verbose: int | bool, *, is_main: bool, label: str = "step") -> Progress:
-    """The lines that `verbose` asks for: of step 1 and every `verbose`-th; True: every step; False or 0: none."""
+    """Progress lines for step 1 and every `verbose`-th step; True: every step; False or 0: none."""
     is_quiet = not (verbose and is_main)
     return Progress(num_steps, every_steps=int(verbose) or None, label=label, keep_lines=True, quiet=is_quiet)
 
 
 def checked_loss(loss: Any, advice: str = "") -> torch.Tensor:
-    """The loss as a scalar tensor that backward can start from."""
+    """The loss as a scalar tensor with a gradient."""
     if not isinstance(loss, torch.Tensor):
         raise TypeError(f"the loss is a {type(loss).__name__}: it must be a tensor with one number")
     if loss.numel() != 1:

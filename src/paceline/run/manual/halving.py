@@ -1,4 +1,4 @@
-"""Run a micro-batch that does not fit in a device's memory in halves, quarters, ... down to single samples."""
+"""Runs a micro-batch that does not fit in a device's memory in halves, quarters, ... down to single samples."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from paceline.run.batch_norm import batch_norm_in_training
 
 
 class FittingBackward:
-    """Forward and backward of micro-batches, in parts where the device runs out of memory.
+    """Forward and backward of micro-batches, in parts if the device runs out of memory.
 
-    Parts are weighted by their samples, so the gradient is that of the whole to rounding. The size that fitted is kept
-    for the following steps.
+    Parts are weighted by their samples, so the gradient equals the whole micro-batch's to rounding. A size that fits is
+    kept for the following steps.
     """
 
     def __init__(self, *, exact: bool) -> None:
@@ -65,7 +65,7 @@ class FittingBackward:
             self._fitting[device] = size = smaller
 
     def _obstacle(self, model: Any) -> str | None:
-        """Why parts would give another result."""
+        """Why running parts would change the result; None if it would not."""
         if self._exact:
             return "exact=True runs every micro-batch alone"
         name = batch_norm_in_training(model)
@@ -82,9 +82,9 @@ def _in_parts(loss_of: Callable[[Any], torch.Tensor], batch: Any, num_samples: i
 
 
 def parts(batch: Any, num_samples: int, size: int) -> Iterator[tuple[Any, int]]:
-    """The batch cut into parts of at most `size` samples, and how many each has.
+    """The batch in parts of at most `size` samples, each with its number of samples.
 
-    Whatever has one row per sample is cut: tensors, arrays and lists in nested tuples, lists and dicts.
+    Values with one row per sample are cut: tensors, arrays and lists in nested tuples, lists and dicts.
     """
     for start in range(0, num_samples, size):
         rows = slice(start, min(start + size, num_samples))

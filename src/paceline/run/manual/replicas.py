@@ -40,7 +40,7 @@ exact_settings = _ExactSettings()
 
 
 def tensors_of(model: Any, *kinds: str) -> list[torch.Tensor]:
-    """The model's parameters and buffers, or those of the given kinds."""
+    """The model's parameters and buffers, or only these kinds."""
     return [tensor for kind, _, tensor in _tensors(model) if not kinds or kind in kinds]
 
 
@@ -94,7 +94,7 @@ def shared_parameter(models: Sequence[Any]) -> tuple[int, int, str] | None:
 
 
 def move_models(models: Sequence[Any], devices: Sequence[torch.device | str] | None) -> tuple[torch.device, ...]:
-    """Move each model to its device, by default the one that it is on. Parameters stay the same objects."""
+    """Move each model to its device, by default its current one. Parameters stay the same objects."""
     if devices is None:
         found = [sorted({tensor.device for tensor in tensors_of(model)}, key=str) for model in models]
         for number, several in enumerate(found):
@@ -115,7 +115,7 @@ def move_models(models: Sequence[Any], devices: Sequence[torch.device | str] | N
 
 
 def agree(models: Sequence[Any], communicator: Communicator, *, exact: bool) -> Plan:
-    """Check that the replicas of all processes are built alike; the ranks of all replicas, by process."""
+    """Check that the replicas of all processes are built alike. Returns the ranks of all replicas, by process."""
     own = json.dumps([len(models), exact, _description(models[0])])
     answers = [json.loads(text) for text in gather(own, communicator)]
     _, first_exact, first = answers[0]

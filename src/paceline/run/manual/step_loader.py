@@ -27,8 +27,8 @@ from paceline.plan.shares import Plan
 class DeviceFeed:
     """One batch per device and step, on the device. The same feed serves the devices of all processes.
 
-    options: its micro_batch is the number of samples per device and step, None where the data has its own batch size;
-    `size_name` is the user's name for it. devices: those of this process. counts: devices of each process, by rank.
+    options: its micro_batch is the number of samples per device and step, None if the data has its own batch size;
+    `size_name` is the user's name for it. devices: of this process. counts: devices of each process, by rank.
     buffersize: steps to read ahead; None: two batches per reader.
     """
 
@@ -90,7 +90,7 @@ class DeviceFeed:
     def read(self, position: Position) -> tuple[tuple[Any, ...], Position] | None:
         """The batches of the step at `position`, None for a device without one, and the position after the step.
 
-        Returns None where the epoch has no further step.
+        Returns None if the epoch has no further step.
         """
         step = self._feed.begin_step(position)
         if step is None:
@@ -122,7 +122,7 @@ class StepLoader(DeviceFeed):
 
     @property
     def num_steps(self) -> int | None:
-        """Steps of the whole run; None for epochs of a stream, where it is not known in advance."""
+        """Steps of the whole run; None for epochs of a stream, whose number of steps is not known in advance."""
         if self._cycle is not None:
             return self._cycle
         return None if self.is_stream else self._epochs * self.steps.num_steps
@@ -146,7 +146,7 @@ class DataParallelDataLoader(DeviceFeed):
     """A batch for each device in every step, read ahead while the devices compute.
 
         with DataParallelDataLoader(data, devices, batch_size=32) as loader:
-            for batches in loader:  # a tuple: the batch of device i, on it; None where there is none left
+            for batches in loader:  # a tuple: the batch of device i, on it; None if there is none left
 
     Every iteration over it is the next epoch, in a new order if shuffled. Each sample comes once per epoch; in the last
     step batches may be smaller, and the last devices may get none.
@@ -155,7 +155,7 @@ class DataParallelDataLoader(DeviceFeed):
         data: as for `Trainer.setup`, a torch DataLoader included; `Batches`; or `PerWorker` with one iterable per
             device.
         devices: default, all of this machine.
-        batch_size: samples per device; left out where the data has its own batch size.
+        batch_size: samples per device; leave it out if the data has its own batch size.
         drop_last: leave out a last step that has less than a full batch for each device.
         readers: processes that read ahead (default: one; none for arrays and tensors, which are in memory).
         shuffle, collate_fn, seed: as in `Trainer.setup`.

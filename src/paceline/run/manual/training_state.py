@@ -1,4 +1,4 @@
-"""The state of a run that the user drives step by step: replicas, their optimizers, a loader, and the exchange."""
+"""The state of a run driven by the user, step by step: replicas, their optimizers, a loader, and the exchange."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ Forward = Callable[[Any, Any], tuple[Any, Any]]
 class TrainingState:
     """The result of `prepare_training`. Close it, or use it as a context manager, to end readers and restore settings.
 
-    `models[i]`, `optimizers[i]` (a list where it has several) and `devices[i]` belong to replica i of this process; the
-    replicas are equal after every `update`. `loader` gives the batches of each step, `step` counts the completed ones.
-    All other attributes are internal.
+    `models[i]`, `optimizers[i]` (a list if it has several) and `devices[i]` belong to replica i of this process; the
+    replicas are equal after every `update`. `loader` gives the batches of each step, `step` counts completed steps. All
+    other attributes are internal.
     """
 
     devices: tuple[torch.device, ...]
@@ -147,15 +147,15 @@ def prepare_training(
     devices: one replica each; a device may be repeated. None: all of this machine; in a world, the process's own.
     optimizer: a function from parameters to a torch optimizer. scheduler: from that to a torch scheduler, which is
         stepped by every `update`.
-    nsamples: samples per replica and step; left out where a DataLoader has a batch size. At an epoch's end batches may
+    nsamples: samples per replica and step; leave it out if a DataLoader has a batch size. At an epoch's end batches may
         be smaller and the last replicas may have none: no sample is dropped, and each counts the same in the mean.
     epochs: passes over the data. cycle: steps instead, for which the data is repeated as often as needed.
     buffersize: number of steps that the readers read ahead (default: two batches per reader).
     forward_fn(model, batch): returns the output and the target that loss_fn takes (default: for pairs, the model
         applied to the first element, and the second).
     shuffle, seed: as in `Trainer.setup`.
-    exact: the weights are bit for bit those of `Trainer.setup(exact=True)` with micro_batch=nsamples and global_batch=
-        nsamples * replicas, on any number of processes.
+    exact: the weights are bit for bit the same as with `Trainer.setup(exact=True)`, micro_batch=nsamples and
+        global_batch=nsamples * replicas, on any number of processes.
     loading: `readers` (default: one process; none for arrays and tensors, which are in memory) and `collate_fn`.
     optimization: `fused` and `train_mode`. runtime: `backend`, `timeout_s` and `threads`.
     """

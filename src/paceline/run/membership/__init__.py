@@ -1,6 +1,6 @@
-"""Who takes part in a run, and how a run goes on when that changes.
+"""The members of a run, and how a run continues when they change.
 
-`generation` is the value that all agree on, `roster` decides on the next one (both are arithmetic), `board` is the
-memory through which an agent and its workers tell each other what happens, `member` a worker's view of it all,
-`communicator` the exchange that a change interrupts, and `rejoining` what a worker does then.
+`generation` is the value that all agree on, and `roster` decides on the next one; both are arithmetic. `board` is the
+memory that an agent shares with its workers, and `member` a worker's view of the generations. `communicator` is the
+exchange that a change interrupts, and `rejoining` brings a worker into the next generation.
 """

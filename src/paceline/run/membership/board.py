@@ -1,11 +1,11 @@
-"""Words in a file that an agent and its workers map: what the agent announces, and what each worker is doing.
+"""A file of words that an agent and its workers map: the agent's announcements and each worker's activity.
 
 Reading and writing a word takes less than a microsecond, so workers do it in every step. Each word has one writer.
 Imports no torch, for launchers.
 
     newest      the number of the newest generation
     intact      generations below this number have lost a member: their exchanges never complete
-    slot rows   the worker's activity, a count of what it has begun, its completed steps, the generation it is in
+    slot rows   the worker's activity, a count of its changes, its completed steps, the generation it is in
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _ACTIVITY, _TICKS, _STEPS, _ENTERED = range(4)  # _ENTERED: a generation's numbe
 
 
 class Activity(IntEnum):
-    """What a worker is doing. Only COMPUTING has a time limit: in all others it may take any time."""
+    """What a worker is doing. Only COMPUTING has a time limit."""
 
     SETTING_UP = 0
-    READY = 1  # it waits to be let into a run that goes on
+    READY = 1  # waiting to join the run
     COMPUTING = 2
     WAITING = 3  # for other workers
     ELSEWHERE = 4  # in a hook, in an evaluation, or in the user's code between epochs
 
 
 class Board:
-    """The file, mapped. The agent creates it with `create`; workers open it."""
+    """The mapped file. The agent creates it with `create`; workers open it."""
 
     def __init__(self, path: Path) -> None:
         with path.open("r+b") as file:
@@ -68,7 +68,7 @@ class Board:
         return self._words[self._row(slot) + _TICKS]
 
     def entered(self, slot: int) -> int:
-        """The generation in which the worker can go on after a loss; -1 before the first."""
+        """The generation in which the worker can continue after a loss; -1 before the first."""
         return self._words[self._row(slot) + _ENTERED] - 1
 
     # The workers' part
@@ -90,7 +90,7 @@ class Board:
 
 
 class Row:
-    """The words of one worker, which it alone writes."""
+    """The words of one worker, which no other process writes."""
 
     __slots__ = ("_words",)
 
@@ -98,7 +98,7 @@ class Row:
         self._words = words
 
     def enter(self, activity: int) -> int:
-        """Begin another `Activity`; returns the one before."""
+        """Begin an `Activity`; returns the previous one."""
         words = self._words
         before: int = words[_ACTIVITY]
         words[_TICKS] += 1

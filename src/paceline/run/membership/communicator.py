@@ -1,4 +1,4 @@
-"""The communicator of a run whose workers may change: it is connected again for each generation."""
+"""The communicator of a run whose workers may change: it reconnects for each generation."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from paceline.run.membership.generation import Generation
 from paceline.run.membership.member import Membership
 
 if TYPE_CHECKING:
-    from paceline.comm.rendezvous import MeetingPoint
+    from paceline.comm.rendezvous import RendezvousPoint
 
 # How long to wait for the announcement of the next generation after an exchange has failed. The agents notice a lost
 # worker within milliseconds and a lost node within a second or two. Without an announcement the failure was not a loss,
 # or too few members are left.
 NEWS_WAIT_S = 6.0
-# How often a thread looks whether the exchange in progress must be aborted. Shared memory notices a loss earlier.
+# How often a thread checks whether the exchange in progress must be aborted. Shared memory notices a loss earlier.
 WATCH_S = 0.1
 WATCHER_NAME = "paceline membership"
 
 
 class LeftRun(SystemExit):
-    """This worker was asked to leave the run, or the others have lost contact with it: they go on without it."""
+    """This worker was asked to leave the run, or the others have lost contact with it. They continue without it."""
 
     def __init__(self, reason: str = "") -> None:
         super().__init__(0)
@@ -59,9 +59,9 @@ class ElasticCommunicator:
             self._inner = SingleCommunicator(self.world, timeout_s)
         else:
             self.world = membership.world(self.generation, world)
-            self._inner = connect(self.world, backend, timeout_s, membership.meeting_point(self.generation))
-        self._links: list[Callable[[], None]] = []  # abort the connections beside this one
-        self._lock = threading.Lock()  # of the four above: the watcher aborts the generation that has ended, no other
+            self._inner = connect(self.world, backend, timeout_s, membership.rendezvous_point(self.generation))
+        self._links: list[Callable[[], None]] = []  # abort functions of other connections
+        self._lock = threading.Lock()  # of the above: the watcher must abort only the generation that has ended
         self._is_closed = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name=WATCHER_NAME, daemon=True)
         self._watcher.start()
@@ -86,14 +86,14 @@ class ElasticCommunicator:
         return [_InterruptibleBuffer(buffer, self) for buffer in buffers]
 
     def interruptible(self, exchange: Callable[..., Pending], *args: Any) -> Pending:
-        """Start an exchange. If a member is lost, that is the end of the generation."""
+        """Start an exchange. If it fails because a member was lost, raise `GenerationEnded`."""
         try:
             return _Interruptible(exchange(*args), self)
         except CommunicationError as error:
             self.interrupt(error)
 
     def interrupt(self, error: CommunicationError) -> NoReturn:
-        """Raise `GenerationEnded` if the exchange failed because a member was lost and the run goes on."""
+        """Raise `GenerationEnded` if the exchange failed because a member was lost and the run continues."""
         if isinstance(error, CommunicationTimeout) or not self.can_recover:
             raise error
         if not self.membership.wait_for_loss(self.generation, NEWS_WAIT_S):
@@ -101,7 +101,7 @@ class ElasticCommunicator:
         raise GenerationEnded(str(error)) from error
 
     def complete(self) -> None:
-        """With NCCL `wait` returns before the exchange is done, and an aborted exchange raises nothing: make sure."""
+        """With NCCL, `wait` returns before the exchange is done and an aborted one raises nothing: check it here."""
         if getattr(self._inner, "backend", None) == "nccl":
             torch.cuda.current_stream(self.world.device).synchronize()
             if self.membership.is_broken(self.generation):
@@ -117,12 +117,12 @@ class ElasticCommunicator:
                 continue
             world = membership.world(generation, self.world)
             try:
-                inner = connect(world, self._backend, self.timeout_s, membership.meeting_point(generation))
+                inner = connect(world, self._backend, self.timeout_s, membership.rendezvous_point(generation))
                 break
             except CommunicationError:
                 if not membership.wait_for_newer(generation, NEWS_WAIT_S):
                     raise
-        # The new connection stands before the old one is destroyed.
+        # The new connection exists before the old one is closed.
         with self._lock:
             before, self._inner = self._inner, inner
             self.world, self.generation = world, generation
@@ -139,12 +139,12 @@ class ElasticCommunicator:
         self.membership.row.enter(Activity.READY)
         self.membership.wait_for_newer(generation, float("inf"))
 
-    def meeting_point(self) -> MeetingPoint:
-        """Where the members of the current generation open further connections."""
-        return self.membership.meeting_point(self.generation)
+    def rendezvous_point(self) -> RendezvousPoint:
+        """Through which the members of the current generation open further connections."""
+        return self.membership.rendezvous_point(self.generation)
 
     def abort_with(self, abort_link: Callable[[], None]) -> None:
-        """Call `abort_link` in another thread when the current generation ends by a loss."""
+        """Call `abort_link` in another thread if the current generation ends by a loss."""
         self._links.append(abort_link)
 
     def abort(self) -> None:
@@ -159,7 +159,7 @@ class ElasticCommunicator:
         self._inner.close()
 
     def _watch(self) -> None:
-        """Abort exchanges that wait for a lost member: not every transport notices a loss by itself."""
+        """Abort exchanges that wait for a lost member: not every transport detects a loss."""
         aborted = -1
         while not self._is_closed.wait(WATCH_S):
             with self._lock:

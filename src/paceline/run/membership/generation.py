@@ -27,10 +27,10 @@ class Member(NamedTuple):
 class Generation:
     """A numbered list of members, in the order of their ranks. The workers of a node have consecutive ranks.
 
-    `joined`: members that were not in the generation before; they take over its state. `left`: why members of that
-    generation are not in this one. `postponed`: those of them that were still joining, and join again later.
-    `is_urgent`: a member was lost, so that the generation before cannot complete a step; otherwise its members change
-    over after a step.
+    `joined`: members that were not in the previous generation; they take over its state. `left`: members of the
+    previous generation that are not in this one, with reasons. `postponed`: members of the previous generation that
+    were still joining, and join again later. `is_urgent`: a member was lost, so the previous generation cannot complete
+    its step; otherwise its members enter this one after a step.
     """
 
     number: int
@@ -42,11 +42,11 @@ class Generation:
 
     @classmethod
     def first(cls, workers_of_nodes: Mapping[int, int]) -> Generation:
-        """All workers of a start. workers_of_nodes: their numbers by node."""
+        """All workers of a start. workers_of_nodes: the number of workers, by node."""
         return cls(0, tuple(Member(node, slot) for node, count in workers_of_nodes.items() for slot in range(count)))
 
     def without(self, lost: Mapping[Member, str], postponed: Iterable[Member] = ()) -> Generation:
-        """The next generation after a loss. Those who stay keep their order."""
+        """The next generation after a loss. The remaining members keep their order."""
         removed = {*lost, *postponed}
         members = tuple(member for member in self.members if member not in removed)
         left = {member: why for member, why in lost.items() if member in self.members}
@@ -76,7 +76,7 @@ class Generation:
         return local.index(member), len(local)
 
     def previous_ranks(self, before: Generation) -> tuple[int | None, ...]:
-        """By rank: the member's rank in an earlier generation; None for one that was not in it."""
+        """By rank: the member's rank in an earlier generation, or None if it was not in it."""
         ranks = {member: rank for rank, member in enumerate(before.members)}
         return tuple(map(ranks.get, self.members))
 

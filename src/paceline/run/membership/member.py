@@ -15,7 +15,7 @@ from paceline.run.membership.board import Board
 from paceline.run.membership.generation import Generation, Member
 
 if TYPE_CHECKING:  # both import torch, and launchers import this module
-    from paceline.comm.rendezvous import MeetingPoint
+    from paceline.comm.rendezvous import RendezvousPoint
     from paceline.core.world import World
 
 POLL_S = 0.002
@@ -25,12 +25,12 @@ GENERATION_FILE = "generation"
 
 
 def leave_file(folder: Path, member: Member) -> Path:
-    """A worker creates it to let the member leave."""
+    """A file that a worker creates to request that the member leaves."""
     return folder / f"leave-{member.slot}-{member.start}"
 
 
 def leave_key(member: Member) -> str:
-    """Of the same request to the agent of another node, in the store of the agents."""
+    """The key of the same request to the agent of another node, in the agents' store."""
     return f"leave-{member}"
 
 
@@ -42,7 +42,7 @@ class Membership:
         self._folder = folder
         self.board = Board(folder / BOARD_FILE)
         self.row = self.board.row(member.slot)
-        # See `rank_variables`.
+        # See `core.rank_variables`.
         self.number = int(os.environ.get(NUMBER_VARIABLE, member.slot))
         self.first_size = int(os.environ.get(FIRST_SIZE_VARIABLE, 1))
 
@@ -58,14 +58,14 @@ class Membership:
 
     def wait_for_newer(self, generation: Generation, limit_s: float) -> bool:
         """Whether another generation was announced within `limit_s`."""
-        return _comes_true(lambda: self.board.newest != generation.number, limit_s)
+        return _wait_until(lambda: self.board.newest != generation.number, limit_s)
 
     def wait_for_loss(self, generation: Generation, limit_s: float) -> bool:
-        """Whether the agent has announced within `limit_s` that the others go on without a member of the generation."""
-        return _comes_true(lambda: self.is_broken(generation), limit_s)
+        """Whether the loss of a member of the generation was announced within `limit_s`."""
+        return _wait_until(lambda: self.is_broken(generation), limit_s)
 
     def ask_to_leave(self, member: Member) -> None:
-        """Let a member leave the run after a step."""
+        """Request that a member leaves the run after a step."""
         if member.node == self.member.node:
             leave_file(self._folder, member).touch()
         else:
@@ -78,7 +78,7 @@ class Membership:
         return generation.number < self.board.intact
 
     def world(self, generation: Generation, before: World) -> World:
-        """This member's world in a generation. Its device and host stay."""
+        """This member's world in a generation, with the same device and host."""
         rank = generation.rank_of(self.member)
         assert rank is not None, f"{self.member} is not in generation {generation.number}"
         local_rank, local_size = generation.local_ranks(self.member)
@@ -86,23 +86,23 @@ class Membership:
         return replace(before, rank=rank, size=size, local_rank=local_rank, local_size=local_size, is_joining=False)
 
     def note_rank(self, world: World) -> None:
-        """Set the variables of this member's rank, for what is opened later in this process."""
+        """Set the environment variables of this member's rank, for connections opened later in this process."""
         values = {"RANK": world.rank, "LOCAL_RANK": world.local_rank, "ROLE_RANK": world.rank}
         values |= {"WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.local_size, "ROLE_WORLD_SIZE": world.size}
         os.environ.update({name: str(value) for name, value in values.items()})
 
-    def meeting_point(self, generation: Generation) -> MeetingPoint:
-        """Where the members of a generation find each other."""
-        from paceline.comm.rendezvous import MeetingPoint, generation_store
+    def rendezvous_point(self, generation: Generation) -> RendezvousPoint:
+        """Where the members of a generation connect."""
+        from paceline.comm.rendezvous import RendezvousPoint, generation_store
 
         def check() -> None:
             if self.board.newest != generation.number:
                 raise CommunicationError(f"generation {generation.number} ended while its members connected")
 
-        return MeetingPoint(generation_store(generation.number), check)
+        return RendezvousPoint(generation_store(generation.number), check)
 
 
-def _comes_true(condition: Callable[[], bool], limit_s: float) -> bool:
+def _wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
     deadline_s = monotonic() + limit_s
     while not condition():
         if monotonic() > deadline_s:

@@ -1,4 +1,4 @@
-"""What a worker does when the members of the run have changed: connect with them, agree on the state, go on."""
+"""Brings a worker into a new generation: connects to its members, agrees on the state, and continues."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from paceline.sync.compression.residuals import Residuals
 
 T = TypeVar("T")
 
-# Numbers the runs that this process sets up, one after the other or side by side.
+# Numbers the runs that this process sets up, in sequence or concurrently.
 _runs_of_process = count()
 
 
 @dataclass(frozen=True)
 class _Progress:
-    """How far a worker is. Steps and operations are collective, so that two workers differ by at most one of them.
+    """How far a worker is. Steps and operations are collective, so two workers differ by at most one of them.
 
-    So is learning that a stream's epoch is over: a worker that knows it is an epoch ahead, at the same step.
+    The end of a stream's epoch is collective too: a worker that knows of it is one epoch ahead, at the same step.
 
-    If replicas are averaged, averages are collective instead of steps: two workers differ by at most one of them, and
-    by the steps in between.
+    If replicas are averaged, averages are collective instead of steps: two workers differ by at most one average and
+    the steps since the one before.
     """
 
     epoch: int
@@ -53,9 +53,9 @@ class _Progress:
     operations: int
     averages: int
     is_joining: bool
-    run: int  # which of the runs that its process has set up
+    run: int  # the number of the run in its process
     phase: Phase = Phase.NONE  # of the update, if the state is divided
-    division: int = -1  # the generation among whose members the state is divided, if it is
+    division: int = -1  # the generation of the division, if the state is divided
 
     @property
     def total(self) -> int:
@@ -68,9 +68,9 @@ class _Progress:
 class Rejoining:
     """Brings this worker into the newest generation, as often as needed.
 
-    The work between two changes consists of steps and of operations (an evaluation, a save), which all workers do
-    together. What a loss interrupts is begun again by those who are left. If it was complete on some workers only,
-    these are one step or operation ahead, and the others take over their state or result.
+    The work between two changes consists of steps and operations (an evaluation, a save), which are collective. The
+    remaining workers repeat a step or operation that a loss interrupted. If only some workers had completed it, the
+    others take over their state or result.
     """
 
     def __init__(
@@ -88,20 +88,20 @@ class Rejoining:
         self._average = average
         self._events = events
         self._row = communicator.membership.row
-        self._base = communicator.generation  # whose members the planner knows
+        self._base = communicator.generation  # the generation of the planner's ranks
         self._number = next(_runs_of_process)
         self._num_operations = 0
         self._result: Any = None  # of the last operation
         self._is_operating = False
         self._has_entered = False
         self._num_unsent_steps = 0  # of a worker, when the last generation ended
-        self._met: list[_Progress] | None = None  # of the newest generation, which has not rejoined yet
-        self._left: Generation | None = None  # the one before it
+        self._met: list[_Progress] | None = None  # by rank in the newest generation, until it has rejoined
+        self._before: Generation | None = None  # the last complete generation, until the newest one has rejoined
         self._optimization = optimization
-        self._divided_in = [self._base]  # among whose members the state is divided; second, and was before
+        self._divided_in = [self._base]  # the generation of the present division, then of the one before
 
     def enter(self) -> None:
-        """Set-up is complete: from now on this worker can go on after a loss. A newcomer joins the others here."""
+        """Set-up is complete: from now on this worker can continue after a loss. A newcomer joins the others here."""
         if self._has_entered:
             return
         self._has_entered = self._communicator.can_recover = True
@@ -113,16 +113,16 @@ class Rejoining:
 
     @property
     def is_change_pending(self) -> bool:
-        """Whether workers wait to join, or are asked to leave, after the current step."""
+        """Whether workers will join or leave after the current step."""
         return self._communicator.membership.board.newest != self._communicator.generation.number
 
     def note(self, *, is_computing: bool) -> None:
-        """Tell the agent, which limits the time of a micro-batch but not of hooks."""
+        """Report the activity to the agent, which limits the time of a micro-batch but not of hooks."""
         self._row.enter(Activity.COMPUTING if is_computing else Activity.ELSEWHERE)
         self._row.note_steps(self._loop.position.step)
 
     def run(self, operation: Callable[[], T]) -> T:
-        """Do what all workers do together outside of steps, again if a loss interrupts it. Returns its result."""
+        """Run a collective operation outside of steps, and repeat it if a loss interrupts it. Returns its result."""
         if self._is_operating or not self._has_entered:
             return operation()
         self._is_operating = True
@@ -141,7 +141,7 @@ class Rejoining:
             self._row.enter(before)
 
     def broadcast(self, value: Any, source: int) -> Any:
-        """The value of the worker that is rank `source` when this is called. Its rank may change before it is sent."""
+        """The value of the worker with rank `source` at the call. Its rank may change before the value is sent."""
         communicator = self._communicator
         before = communicator.generation
         is_valid = 0 <= source < len(before.members)
@@ -161,7 +161,7 @@ class Rejoining:
         return self.run(send)
 
     def ask_to_leave(self, rank: int) -> None:
-        """Let the worker with this rank leave after one of the next steps. Called in any thread."""
+        """Request that the worker with this rank leaves after one of the next steps. Called in any thread."""
         members = self._communicator.generation.members
         if not 0 <= rank < len(members):
             raise ValueError(f"rank={rank} is not in a world of {len(members)}: choose 0 <= rank < {len(members)}")
@@ -170,19 +170,18 @@ class Rejoining:
         self._communicator.membership.ask_to_leave(members[rank])
 
     def rejoin(self, error: BaseException | None) -> None:
-        """An exchange failed with this error, or a change is due: return when the run can go on, or raise the error."""
+        """An exchange failed with this error, or a change is due. Return when the run can continue, or raise it."""
         began_s = monotonic()
         self._interrupt(error)
         self._repeat(self._rejoin)
-        before, self._left = self._left or self._communicator.generation, None
+        before, self._before = self._before or self._communicator.generation, None
         self._row.enter(Activity.ELSEWHERE)
         self._emit(before, monotonic() - began_s)
 
     def meet(self, error: BaseException) -> bool:
-        """Whether to complete the update of the open step, for which this worker has all it needs. `rejoin` follows.
+        """Whether to complete the update of the open step, for which this worker has all data. `rejoin` follows.
 
-        If one of the workers has begun its update, they all had what they needed and complete it. Otherwise none has
-        changed anything.
+        If any worker has begun its update, all had the data and complete it. Otherwise none has changed anything.
         """
         self._interrupt(error)
         self._repeat(self._meet)
@@ -192,14 +191,14 @@ class Rejoining:
         return own.step > self._loop.position.step
 
     def _interrupt(self, error: BaseException | None) -> None:
-        self._left = self._left or self._communicator.generation
-        self._row.enter(Activity.WAITING)  # for the others, who may take any time
-        if isinstance(error, CommunicationError):  # of a connection beside the communicator
+        self._before = self._before or self._communicator.generation
+        self._row.enter(Activity.WAITING)  # for the others, without a time limit
+        if isinstance(error, CommunicationError):  # of a connection other than the communicator
             with suppress(GenerationEnded):
                 self._communicator.interrupt(error)
 
     def _repeat(self, attempt: Callable[[], None]) -> None:
-        """Until no other worker is lost meanwhile."""
+        """Repeat the attempt until it completes without another loss."""
         while True:
             try:
                 return attempt()
@@ -224,7 +223,7 @@ class Rejoining:
         self._note_entered()
 
     def _meet(self) -> None:
-        """Connect with the members of the newest generation, and learn how far they are."""
+        """Connect to the members of the newest generation, and gather their progress."""
         communicator, loop = self._communicator, self._loop
         communicator.rejoin()
         num_averages = 0 if loop.exchange.averages is None else loop.exchange.averages.num_completed
@@ -246,13 +245,13 @@ class Rejoining:
         self._row.note_entered(self._communicator.generation)
 
     def _take_over_state(self, generation: Generation, workers: list[_Progress]) -> None:
-        """Bring all workers to where the most advanced one is, and newcomers too."""
+        """Bring all workers, newcomers included, to the state of the most advanced one."""
         communicator, loop = self._communicator, self._loop
         rank = communicator.world.rank
         own = workers[rank]
         holders = [rank for rank, each in enumerate(workers) if not each.is_joining]
         if not holders:
-            raise CommunicationError("no worker that has the state of the run is left: it starts again")
+            raise CommunicationError("all workers with the state of the run are lost: it restarts")
         source = max(holders, key=lambda rank: (workers[rank].total, -rank))
         ahead = workers[source]
         self._check_same_run(own, workers, ahead)
@@ -271,7 +270,7 @@ class Rejoining:
         if loop.replica.pieces is not None:
             self._divide(loop.replica.pieces, workers, source)
         self._num_operations, communicator.is_joining = ahead.operations, False
-        # All plan from the same knowledge: some workers may not have been in the generation before.
+        # All plan from the same measurements: some workers may not have been in the previous generation.
         loop.regroup(planner, generation.previous_ranks(Generation.from_json(base)))
         unknown = (None,) * len(workers)
         loop.regroup_report(unknown if own.is_joining else generation.previous_ranks(self._base))
@@ -280,11 +279,11 @@ class Rejoining:
             loop.check_replicas()
 
     def _divide(self, pieces: PieceOptimizers, workers: list[_Progress], source: int) -> None:
-        """Divide the optimizer's state among the workers of this generation, who also get all weights."""
+        """Divide the optimizer's state among the workers of this generation, and send all weights to each of them."""
         communicator, generation = self._communicator, self._communicator.generation
         numbers = {each.division for each in workers if not each.is_joining}
         if len(numbers) > 1 and workers[communicator.world.rank].division == max(numbers):
-            # Another worker was lost when some had completed this and others not: nobody has changed anything since.
+            # Another worker was lost when only some had completed this; nothing has changed since.
             pieces.revert()
             self._divided_in = self._divided_in[1:]
         division = pieces.shards.division
@@ -295,10 +294,10 @@ class Rejoining:
         sources, names, exchange = collect.broadcast((sources, names, exchange), source, communicator)
         if None in sources:
             raise CommunicationError(
-                "a part of the optimizer's state was held by lost workers only: the run starts again from its newest "
-                "checkpoint; a larger redundancy= survives more losses at a time"
+                "a part of the optimizer's state was held by lost workers only: the run restarts from its newest "
+                "checkpoint; a larger redundancy= survives more simultaneous losses"
             )
-        self._loop.exchange.load_state_dict(exchange)  # grids that some have widened, to begin the step again
+        self._loop.exchange.load_state_dict(exchange)  # some workers may have widened grids, to repeat the step
         parameters = self._loop.replica.parameters_named(names)
         with nullcontext() if self._average is None else self._average.not_in_model():
             pieces.move(make_division(self._optimization, communicator), sources, parameters)
@@ -307,8 +306,8 @@ class Rejoining:
     def _check_same_run(self, own: _Progress, workers: list[_Progress], ahead: _Progress) -> None:
         if own.run != ahead.run:
             raise MisuseError(
-                f"this worker was started to join a run, which is number {ahead.run + 1} that the others have set up "
-                f"and number {own.run + 1} here: a script that trains several runs one after the other cannot replace "
+                f"this worker was started to join a run, but it is run number {ahead.run + 1} of the other workers and "
+                f"number {own.run + 1} of this one: a script that trains several runs in sequence cannot replace "
                 "workers; set max_restarts=0"
             )
         if any(each.run != ahead.run for each in workers):
@@ -332,26 +331,26 @@ class Rejoining:
         if self._whole_average is not None:
             self._whole_average.load_state_dict(state["average"])
         if not is_joining:
-            return  # the step's hooks, and the loop's body, are still to run here: they change the user's own state
+            return  # the step's hooks and the loop's body have yet to run: they change the user's own state
         for name, thing in self._handed_over.items():
             thing.load_state_dict(state["registered"][name])
         load_random_state(state["random"], self._communicator.world.device)
 
     @property
     def _whole_average(self) -> WeightAverage | None:
-        """None if each worker has a part, which comes with the optimizer's state."""
+        """None if each worker has a part of it, which moves with the optimizer's state."""
         return None if isinstance(self._average, PieceAverage) else self._average
 
     @property
     def _handed_over(self) -> dict[str, HasState]:
-        """The user's own state. Residuals belong to one worker: whoever takes over a state begins without."""
+        """The user's own state. Residuals belong to one worker and are not passed on."""
         registered = self._checkpointer.registered.items()
         return {name: thing for name, thing in registered if not isinstance(thing, Residuals | PieceAverage)}
 
     def _emit(self, before: Generation, seconds: float) -> None:
         now = self._communicator.generation
         if self._communicator.membership.member not in before.members:
-            before = now  # this worker has joined and does not know who left
+            before = now  # this worker has joined and does not know which left
         left = {member: before.rank_of(member) for member in before.members if member not in now.members}
         reasons = dict.fromkeys(now.left.get(member, "it was lost") for member in left)
         joined = [rank for rank, member in enumerate(now.members) if member not in before.members]
@@ -368,7 +367,7 @@ class Rejoining:
 
 
 def _after_update(workers: list[_Progress]) -> list[_Progress]:
-    """How far workers with divided state are once they have completed an update that others may have begun."""
+    """The progress of workers with divided state, after they complete an update that another worker has begun."""
     steps = [each.step for each in workers if not each.is_joining]
     open_steps = [each for each in workers if not each.is_joining and each.step == min(steps)]
     is_agreed = max(steps) > min(steps) or Phase.AGREED in [each.phase for each in open_steps]

@@ -1,7 +1,7 @@
 """Decides on the next generation from what the agents of all nodes report. Arithmetic only.
 
-Any agent may decide, from reports that may be old: a generation number is given away once, to the first decision that
-reaches the store. What a decision missed is in the reports, so that a later one makes up for it.
+Any agent may decide, possibly from old reports: the first decision that reaches the store gets the generation's number.
+Changes that a decision missed stay in the reports, and a later decision includes them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from paceline.run.membership.generation import Generation, Member
 
 @dataclass(frozen=True)
 class Report:
-    """What an agent knows about the workers of its node.
+    """The state of a node's workers, from its agent.
 
-    lost: members that died, or finished, and why. leaving: members that shall leave after a step. ready: workers that
+    lost: members that died or finished, with reasons. leaving: members that leave after a step. ready: workers that
     wait to join. entered: the generation that each running member is in.
     """
 
@@ -49,12 +49,12 @@ def next_generation(
 ) -> Generation | None:
     """The generation after `current`, or None if it stays.
 
-    reports: by node. lost_nodes: nodes that do not answer, and why.
+    reports: by node. lost_nodes: nodes that do not answer, with reasons.
 
-    Members that are still joining are not let in by a generation that follows a loss: the others may be in the middle
-    of an operation that newcomers know nothing of. And nobody joins or leaves before all members have entered the
-    current generation, so that all of them enter the next one after the same step. The last ones that have the run's
-    state leave when newcomers have taken it over.
+    A generation that follows a loss excludes members that are still joining: the others may be in the middle of an
+    operation that newcomers do not know. No worker joins or leaves before all members have entered the current
+    generation, so that all enter the next one after the same step. The last members with the run's state leave after
+    newcomers have taken it over.
     """
     lost_nodes = lost_nodes or {}
     lost = {member: why for report in reports.values() for member, why in report.lost.items()}
@@ -68,7 +68,7 @@ def next_generation(
     leaving = {member: why for report in reports.values() for member, why in report.leaving.items()}
     ready = {member for node, report in reports.items() if node not in lost_nodes for member in report.ready}
     if all(member in leaving for member in current.members):
-        leaving = {}  # first, newcomers take over the state from those who leave
+        leaving = {}  # newcomers first take over the state
     return current.changed(leaving, ready - {*leaving})
 
 

@@ -1,4 +1,4 @@
-"""Decides between two steps whether a run continues, is saved or stops, and does it."""
+"""Decides between two steps whether a run continues, is saved or stops, and carries it out."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class Checkpointer:
     """Stops a run on request and, with `settings`, saves and resumes it.
 
     Lifecycle: created with the replica, which it loads; `load_loop` when the loop exists; `register` for the user's own
-    state. Each worker sends `requested` with every step, and `observe` receives those of all workers. Before the next
-    step the loop calls `decide`, if `is_active`, and carries out its answer with `save_due` or `stop`. At the end
-    `save_last`, `finish` and `close`; `close` without `finish` is for errors and does not wait for other workers.
+    state. Each worker sends `requested` with every step, and `observe` receives the requests of all workers. Before the
+    next step the loop calls `decide`, if `is_active`, and then `save_due` or `stop`. At the end `save_last`, `finish`
+    and `close`; `close` without `finish` is for errors and does not wait for other workers.
     """
 
     def __init__(self, settings: Checkpoints | None, init_from: str | os.PathLike[str] | None, run: RunParts) -> None:
@@ -72,7 +72,7 @@ class Checkpointer:
         self._run = run
         self._world = run.communicator.world
         self.is_active = settings is not None  # otherwise until a request to stop
-        self.requested = Decision.CONTINUE  # what this worker asks all workers to do; the largest request counts
+        self.requested = Decision.CONTINUE  # this worker's request to all workers; the largest request counts
         self._must_stop = False  # requested, and not done yet
         self._agreed = Decision.CONTINUE
         self._reader = self._make_reader()
@@ -131,27 +131,27 @@ class Checkpointer:
                 run.communicator.abort_with(writer.abandon)
 
     def _make_reader(self) -> DeferredReader[Numbers]:
-        """Of the numbers of completed steps. From a GPU they arrive late; all workers read them with the same delay."""
-        is_late = self._world.device.type == "cuda" and self._world.size > 1
-        return DeferredReader(self._agree, GPU_LAG_STEPS if is_late else 0)
+        """Reads the numbers of completed steps, from a GPU with a delay that is the same on all workers."""
+        is_delayed = self._world.device.type == "cuda" and self._world.size > 1
+        return DeferredReader(self._agree, GPU_LAG_STEPS if is_delayed else 0)
 
     def reconnect(self, loop: Loop) -> None:
-        """Save with the workers of the new world, which call this together.
+        """Save with the workers of the new world from now on. They call this together.
 
-        A checkpoint that the workers before have not completed is due again: before the next step.
+        A checkpoint that the previous workers did not complete is due before the next step.
         """
         communicator = self._run.communicator
         self._world = communicator.world
-        self._reader = self._make_reader()  # a newcomer's was that of a world of one
+        self._reader = self._make_reader()  # a newcomer's was for a world of one
         if self._agreed is Decision.CHANGE:
             self._agreed = Decision.CONTINUE
         self._set_request(Decision.CONTINUE if self.requested is Decision.CHANGE else self.requested)
-        # A worker that took over the state of another one may not know what was agreed in that step.
+        # A worker that took over another one's state may not know the requests of that step.
         self._agreed = Decision(max(int(own) for own in gather(str(int(self._agreed)), communicator)))
         self.is_active |= self._agreed > Decision.CONTINUE
         if self._settings is None:
             return
-        self._close_writers(logging.INFO)  # what a loss has interrupted is saved again
+        self._close_writers(logging.INFO)  # an interrupted save is repeated
         self._writers.clear()
         self._folder.reconnect()
         if self._settings.snapshot_every is not None:
@@ -164,9 +164,9 @@ class Checkpointer:
             self._metrics, self._agreed = metrics, max(self._agreed, Decision.SAVE)
 
     def _find_last(self, step: int) -> tuple[dict[str, int], bool, dict[str, float]]:
-        """The position of the newest checkpoint or snapshot, and whether the last checkpoint begun was not completed.
+        """The position of the newest checkpoint or snapshot, and whether the last checkpoint is incomplete.
 
-        Then its metrics too, which count only if the run is still at that step.
+        Also its metrics, empty if the run is no longer at that step.
         """
         found = sorted(self._folder.found(), key=lambda path: step_of(path) or 0)
         newest = dict(Checkpoint(found[-1]).manifest.position) if found else Position().to_dict()
@@ -183,7 +183,7 @@ class Checkpointer:
 
     @property
     def components(self) -> Mapping[str, Pattern]:
-        """The components of a checkpoint by name, and how workers share them."""
+        """The components of a checkpoint, and how they are distributed over the workers."""
         if self._settings is None:
             return {}
         patterns = dict.fromkeys(OWN, Pattern.REPLICATED) | {"random": Pattern.PER_RANK}
@@ -200,7 +200,7 @@ class Checkpointer:
             self._resumption.load_loop(loop)
 
     def register(self, name: str, thing: HasState, pattern: Pattern) -> None:
-        """Save this object too, and load its state in a resumed run. Checked also in a run without checkpoints."""
+        """Save this object too, and load its state in a resumed run. A run without checkpoints only checks it."""
         if self._settings is not None and self._resumption is None and not self._world.is_joining:
             raise MisuseError(f"register({name!r}) was called after the first step: call it before the first epoch")
         if name in self._registered or name in OWN:
@@ -238,14 +238,14 @@ class Checkpointer:
     # When
 
     def request(self, decision: Decision) -> None:
-        """Let all workers save, or save and stop, after one of the next steps. Called by any worker, in any thread."""
+        """Request that all workers save, or save and stop, after one of the next steps. Any worker, any thread."""
         if decision is Decision.SAVE:
             self._check_has_folder("request_save()")
         self._must_stop |= decision is Decision.STOP
         self._set_request(decision)
 
     def request_change(self) -> None:
-        """Let all workers enter the next generation after this step, unless something else is requested."""
+        """Request that all workers enter the next generation after this step, unless this one has another request."""
         if self.requested is Decision.CONTINUE:
             self._set_request(Decision.CHANGE)
 
@@ -275,7 +275,7 @@ class Checkpointer:
             if writer.pending is not None or self._has_failed:
                 self._poll(writer)
         if self._writers and not self._is_prepared and position.step > self._last_step:
-            # Now optimizers have their state: allocate the memory for copies before a save needs it.
+            # Optimizers have their state by now: allocate the memory for copies before a save needs it.
             self._is_prepared = True
             if self._run.replica.pieces is None:  # else a save begins with collecting the state
                 for writer in self._writers:
@@ -291,7 +291,7 @@ class Checkpointer:
         """Set when to save next. Called at the start of a run and after each save or (is_saved=False) snapshot.
 
         Steps and epochs are counted from the start of the run: a resumed run saves at the same steps as an
-        uninterrupted one. Clocks differ: rank 0 decides by its own, and the step's exchange tells the others.
+        uninterrupted one. Clocks differ, so rank 0 decides by its own, and sends a request with the step's exchange.
         """
         settings = self._settings
         assert settings is not None
@@ -349,7 +349,7 @@ class Checkpointer:
             self._save(loop)
 
     def finish(self, loop: Loop) -> None:
-        """The run ended without an error: return when everything is on the disk, on all workers."""
+        """The run ended without an error: return when everything is on disk, on all workers."""
         if self._is_finished or not self._writers:
             return
         begin = perf_counter()
@@ -411,7 +411,7 @@ class Checkpointer:
         check_components(components, levels, self._run.communicator)
 
     def _leave_together(self) -> None:
-        """All workers are done. Snapshots are removed if the newest state is on the disk."""
+        """Wait until all workers are done. Remove snapshots if the newest state is on disk."""
         is_on_disk = not self._has_failed_on_rank_0()
         wait_for_all(self._run.communicator)
         for snapshots in self._writers[1:]:
@@ -421,14 +421,14 @@ class Checkpointer:
         self._is_finished = True
 
     def _has_failed_on_rank_0(self) -> bool:
-        """Whether the last checkpoint did not become visible. Rank 0 publishes it, and all must act alike."""
+        """Whether the last checkpoint failed on rank 0, which publishes it. All workers must act alike."""
         begin = perf_counter()
         has_failed = bool(decided_by_rank_0(lambda: self._has_failed, self._run.communicator))
         self._run.timeline.took("wait", begin)
         return has_failed
 
     def complete_writing(self) -> None:
-        """Wait for the checkpoint that is being written: after this, a worker may leave."""
+        """Wait for the checkpoint in progress, so that this worker may leave."""
         for writer in self._writers:
             self._poll(writer, wait=True)
 
@@ -440,7 +440,7 @@ class Checkpointer:
         return error
 
     def _poll(self, writer: AsyncWriter, *, wait: bool = False) -> None:
-        """Handle a failed save as `on_error` says."""
+        """Handle a failed save according to `on_error`."""
         if (error := self._outcome(writer, wait=wait)) is None:
             return
         self._has_failed = True

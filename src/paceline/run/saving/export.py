@@ -30,7 +30,7 @@ def export_weights(model: Any, path: Path, communicator: Communicator) -> None:
             name: v.detach().cpu() if isinstance(v, torch.Tensor) else v for name, v in model_state(model).items()
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(path)  # rank 0 may have been lost, and this worker does it again
+        remove_unfinished(path)  # of a previous rank 0 that was lost
         with replacing(path) as unfinished:
             write_tensors(unfinished, tensors)
 

@@ -24,7 +24,7 @@ _INFORMATIVE = ("hint", "unchecked", "unread")
 
 
 def data_facts(data: Any, communicator: Communicator) -> dict[str, Any]:
-    """What rank 0 knows about its data, on all workers: the others may hold a part of it, or none."""
+    """Rank 0's facts about its data, on all workers: the others may have only a part of the data, or none."""
     facts: dict[str, Any] = decided_by_rank_0(
         lambda: {str(k): v if isinstance(v, int | list) else str(v) for k, v in facts_of(data).items()}, communicator
     )
@@ -60,7 +60,7 @@ def identity(
     if not replica.schedulers:
         del values["scheduler_every"]
     if config.optimization.ema is None:
-        del values["ema"]  # whether there is an average is decided by the component `ema`
+        del values["ema"]  # the component `ema` shows whether there is an average
     if config.exact:
         values["threads"] = config.runtime.threads or 1
         values["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -102,14 +102,14 @@ def differences(
 
 
 def _data_differences(saved: Any, now: Any) -> list[str]:
-    """Compares the facts that both sides have; older checkpoints have a text instead, or nothing."""
+    """Compare the facts that both sides have; older checkpoints have a text instead, or none."""
     if not isinstance(saved, Mapping) or not isinstance(now, Mapping):
         return []
     lines = []
     for name in sorted((saved.keys() & now.keys()) - set(_INFORMATIVE)):
         before, after, label = saved[name], now[name], name
         if isinstance(before, list) and isinstance(after, list) and before != after:
-            # Only the first item: a missing or new one shifts all that follow.
+            # Only the first item: a missing or new one shifts all others.
             shared = min(len(before), len(after))
             index = next((i for i in range(shared) if before[i] != after[i]), shared)
             label = f"{name}, number {index + 1}"

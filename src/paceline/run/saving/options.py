@@ -14,7 +14,7 @@ from paceline.checkpoint.policy import Mode as Mode
 from paceline.core.settings import check, setting
 
 DEFAULT_MINUTES = 10.0
-# The components of the run itself, beside those that users register.
+# The components of the run itself; users register others.
 OWN = ("model", "optimizer", "scheduler", "engine", "random")
 
 Resume: TypeAlias = Literal["auto"] | bool | str | os.PathLike[str] | None
@@ -30,9 +30,9 @@ class Checkpoints:
     folder: the run's folder, visible to all workers (or one on each node: disk="per node").
     keep_best: ("metric", n) or ("metric", n, "max"): the n checkpoints with the lowest (or highest) values of a metric
         passed to `trainer.save(metrics=...)`.
-    check_replicas: the components that must be equal on all workers are compared: "quick", some values of each tensor;
-        "tensor", checksums; "full", all values. By name, others are not compared: {"model": "full", "optimizer":
-        "quick"}.
+    check_replicas: compares the components that must be equal on all workers: "quick", some values of each tensor;
+        "tensor", checksums; "full", all values. A dict compares only the components it names: {"model": "full",
+        "optimizer": "quick"}.
     resume: "auto", from the newest checkpoint in the folder if there is one; True, there must be one; a path, from that
         checkpoint, and later steps in the folder are moved aside; None, the folder must have no checkpoint.
     """
@@ -68,7 +68,7 @@ class Checkpoints:
     resume: Resume = setting(
         "auto: the newest checkpoint, if any; true: the newest; null: refuse existing checkpoints; or a path", "auto"
     )
-    allow: Sequence[str] = setting('settings that may differ from those of the checkpoint, such as "global_batch"', ())
+    allow: Sequence[str] = setting('settings that may differ from the checkpoint, such as "global_batch"', ())
     skip: Sequence[str] = setting('components of the checkpoint that are not restored, such as "optimizer"', ())
 
     def __post_init__(self) -> None:

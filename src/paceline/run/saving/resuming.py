@@ -46,7 +46,7 @@ _LOAD_ERRORS = (CheckpointError, KeyError, IndexError, TypeError, ValueError, At
 
 
 class NoProgressError(PacelineError):
-    """The workers were restarted and died again before a step was saved: another restart would not help."""
+    """The workers were restarted and died again before a step was saved, so another restart would not help."""
 
 
 class Resumption:
@@ -69,7 +69,7 @@ class Resumption:
         self.folder: Path | None = None  # of the checkpoint; None for a fresh start
         self._checkpoint: Checkpoint | None = None
         self._states: States = {}
-        self._expected: list[str] = []  # components that are still to be registered
+        self._expected: list[str] = []  # components that are not registered yet
         if (found := _find(folder, settings.resume, self._read, communicator)) is not None:
             self._checkpoint, self._states = found
             self.folder = self._checkpoint.folder
@@ -123,7 +123,7 @@ class Resumption:
 
     @contextmanager
     def _explaining(self, what: str, skip: str = "skip=[...]") -> Iterator[None]:
-        """Adds to an error of loading what was loaded, and from where."""
+        """Add to a loading error what was loaded, and from where."""
         try:
             yield
         except _LOAD_ERRORS as error:
@@ -131,16 +131,16 @@ class Resumption:
                 raise
             text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
             raise CheckpointError(
-                f"{what} of {self.folder} cannot be loaded: {text}. The files are intact, so it was saved this way: "
+                f"{what} of {self.folder} cannot be loaded: {text}. The files are intact, so it was saved like this: "
                 f"resume from another checkpoint, or set {skip} to start without the saved state"
             ) from error
 
     def _check(
         self, checkpoint: Checkpoint, replica: Replica, identity: Mapping[str, Any], allow: Collection[str]
     ) -> None:
-        """Raise, before anything is loaded, if the checkpoint is of another run or holds invalid states."""
+        """Raise, before anything is loaded, if the checkpoint is of another run or has invalid states."""
         states = self._states
-        invalid = f"the files of {checkpoint.folder} are intact, but their content is not a run's"
+        invalid = f"the files of {checkpoint.folder} are intact, but do not contain valid states of a run"
         start_without = "Resume from another checkpoint, or set skip=[...] to start without these components"
         _refuse(invalid, structure_problems(states, checkpoint.step), start_without)
         if "engine" in states:
@@ -176,9 +176,9 @@ def _refuse(what: str, lines: Collection[str], remedy: str) -> None:
 def _find(
     folder: RunFolder, resume: Resume, read: Callable[[Checkpoint], States], communicator: Communicator
 ) -> tuple[Checkpoint, States] | None:
-    """The checkpoint to resume from and the states that `read` returned for it; None to start from scratch.
+    """The checkpoint to resume from and its states, from `read`; None to start from scratch.
 
-    Restarted workers resume from the newest checkpoint: `resume` applied to the first start.
+    Restarted workers resume from the newest checkpoint: `resume` applies to the first start only.
     """
     newest_first, flaws = _common_checkpoints(folder, communicator)
     is_path = not (resume is None or resume == "auto" or isinstance(resume, bool))
@@ -209,7 +209,7 @@ def _find(
 
 
 def _common_checkpoints(folder: RunFolder, communicator: Communicator) -> tuple[list[Path], list[str]]:
-    """The checkpoints that every worker sees, newest first and on disk before in memory; and the flaws of others."""
+    """The checkpoints that every worker sees, newest first and disk before memory; and the flaws of others."""
     own = [(step_of(path), path.parent == folder.memory) for path in folder.found()]
     flaws_here = {str(path): flaw for path, flaw in unusable(folder.root).items()}
     workers = [json.loads(text) for text in gather(json.dumps([own, flaws_here]), communicator)]
@@ -243,7 +243,7 @@ def _first_readable(
 
 
 def _discard_newer(folder: RunFolder, checkpoint: Checkpoint) -> None:
-    """Move checkpoints out of the run's folders that are not earlier steps of the resumed run."""
+    """Move checkpoints that are not earlier steps of the resumed run out of the run's folders."""
     is_own = checkpoint.folder.parent.resolve() in (folder.root.resolve(), folder.memory.resolve())
     newer = [path for path in folder.found() if not is_own or (step_of(path) or 0) > checkpoint.step]
     if aside := folder.discard(newer):
@@ -252,7 +252,7 @@ def _discard_newer(folder: RunFolder, checkpoint: Checkpoint) -> None:
 
 
 def _restart_count() -> int:
-    """How often the workers were restarted, as their launcher (ours or torchrun) says."""
+    """How often the workers were restarted, according to their launcher (Paceline's or torchrun)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) if is_worker() else 0
 
 

@@ -1,4 +1,4 @@
-"""The states of a run that a checkpoint holds: collecting, comparing and loading them."""
+"""Collects, compares and loads the states of a run in a checkpoint."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def load_model(model: Any, state: Mapping[str, Any]) -> None:
             parameter.copy_(state[name])
         return
     values = OrderedDict(state)
-    # Modules look here for the version that wrote the state, which was this one.
+    # Modules read the version that wrote the state from here: it is this one.
     values._metadata = getattr(model.state_dict(), "_metadata", None)  # type: ignore[attr-defined]
     model.load_state_dict(values)
 
@@ -72,7 +72,7 @@ def model_differences(saved: Any, now: Mapping[str, Any]) -> list[str]:
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     expected = [set(group) for group in optimizer.param_groups]
     optimizer.load_state_dict(dict(state))
-    # Files hold contiguous tensors. Fused kernels walk through memory: a state must lie there as its parameter does.
+    # Files have contiguous tensors. Fused kernels need a state in the memory layout of its parameter.
     for parameter, values in optimizer.state.items():
         for name, value in values.items():
             is_like_it = isinstance(value, torch.Tensor) and value.shape == parameter.shape
@@ -82,7 +82,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     for number, (names, group) in enumerate(zip(expected, optimizer.param_groups, strict=True)):
         if missing := sorted(names.difference(group)):
             raise CheckpointError(f"optimizer: group {number} has no {', '.join(map(repr, missing))}, expected a value")
-    # torch casts state to its parameter's dtype, which loses precision where an optimizer keeps a finer one.
+    # torch casts state to its parameter's dtype, which loses precision if the optimizer keeps a finer one.
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, values in state["state"].items():
         own = optimizer.state[parameters[index]]
@@ -94,8 +94,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
 def replica_states(replica: Replica, keeps: Keeps | None = None) -> dict[str, Any]:
     """The states of model, optimizer and scheduler by component name. Tensors are not copied.
 
-    keeps: of which parameters to keep the optimizer's state, if that is divided among the workers, who then call this
-    together; None leaves out what is divided.
+    keeps: selects the parameters whose optimizer state to keep, if it is divided among the workers, which then call
+    this together; None leaves divided state out.
     """
     states = {"model": model_state(replica.model), "optimizer": optimizer_state(replica, keeps)}
     for scheduler in replica.schedulers:
@@ -116,7 +116,7 @@ def optimizer_state(replica: Replica, keeps: Keeps | None = None) -> Any:
 
 
 def load_replica(replica: Replica, states: Mapping[str, Any]) -> None:
-    """Load those of the states that are given."""
+    """Load the given states."""
     if "model" in states:
         load_model(replica.model, states["model"])
     if "optimizer" in states:

@@ -27,7 +27,7 @@ class Stopped(SystemExit):
 class StopSignals:
     """Calls `request_stop` on the first SIGTERM or SIGINT. A second signal ends the process immediately.
 
-    Handlers of the user and ignored signals are left alone; handlers can only be set in the main thread. `close`
+    The user's handlers and ignored signals are left alone; handlers can only be set in the main thread. `close`
     restores the previous handlers.
     """
 
@@ -55,7 +55,7 @@ class StopSignals:
             with suppress(OSError):
                 Path(path).touch()
             if Path(path).with_name(ANNOUNCED_FILE).exists():
-                return  # the agent sent it, and says why
+                return  # sent by the agent, which has printed why
         # A launcher sends the same signal to the survivors of a dead worker, whose step cannot be completed.
         text = (
             f"paceline: {signal.Signals(number).name}: stopping after this step, which is saved if all workers "

@@ -1,7 +1,7 @@
-"""Checks that states read from a checkpoint have the structure that a run saves, before any of them is loaded.
+"""Checks the structure of states from a checkpoint before any of them is loaded.
 
-The files of a checkpoint can be intact and hold something else: another program or another version wrote them. Each
-function returns one line per problem, with the actual and the expected value.
+The files of a checkpoint can be intact and have other content, from another program or version. Each function returns
+one line per problem, with the actual and the expected value.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from paceline.run.saving.state import listed, model_differences, python_state, s
 from paceline.run.step.build import only_or_all
 from paceline.run.step.replica import Replica
 
-# What torch's own optimizers keep in tensors of their parameter's shape.
+# State of torch's own optimizers in tensors of their parameter's shape.
 _LIKE_PARAMETER = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg")
 _ENGINE: dict[str, Any] = {"position": {}, "loss_scale": None, "exchange": {}, "num_workers": 1, "planner": {}}
 _OPTIMIZER: dict[str, Any] = {"state": {}, "param_groups": []}
 
-# Whether a generator takes a state can only be found out by trying, on a separate generator.
+# Only trying, on a separate generator, shows whether a generator accepts a state.
 _GENERATORS: dict[str, Callable[[Any], object]] = {
     "python": lambda state: random.Random().setstate(python_state(state)),
     "numpy": lambda state: np.random.RandomState().set_state(state),
@@ -62,7 +62,7 @@ def replica_problems(states: Mapping[str, Any], replica: Replica) -> list[str]:
         if len(saved) != len(schedulers):
             return [*problems, f"scheduler: there are {len(saved)} states, expected {len(schedulers)}"]
         for state, scheduler in zip(saved, schedulers, strict=True):
-            if _is_of_torch(scheduler):  # a value that is missing would silently keep its initial value
+            if _is_of_torch(scheduler):  # a missing value would silently keep its initial value
                 public = {name: v for name, v in sorted(scheduler.state_dict().items()) if not name.startswith("_")}
                 problems += _mismatches("scheduler", state, public)
     return problems
@@ -126,7 +126,7 @@ def _optimizer_problems(state: Mapping[str, Any], optimizer: torch.optim.Optimiz
 
 
 def _mismatches(component: str, saved: Any, expected: Mapping[str, Any], where: str = "") -> list[str]:
-    """Where `saved`, or the part of a component that `where` names, lacks keys or has values of another kind."""
+    """The missing keys, and values of another kind, in `saved`: a component, or the part of it that `where` names."""
     if not isinstance(saved, Mapping):
         return [f"{component}: {where or 'it'} is {shown(saved)}, expected a dict"]
     if missing := [name for name in expected if name not in saved]:
@@ -140,7 +140,7 @@ def _mismatches(component: str, saved: Any, expected: Mapping[str, Any], where: 
 
 
 def _missed_kind(saved: Any, expected: Any) -> str:
-    """The kind of `expected`, if it is a dict, list, number, several numbers or tensor and `saved` is not alike."""
+    """The kind of `expected` (a dict, list, number, several numbers or tensor) if `saved` is not of this kind."""
     if isinstance(expected, torch.Tensor) and expected.numel() != 1:
         is_alike, kind = getattr(saved, "shape", None) == expected.shape, f"a tensor of shape {tuple(expected.shape)}"
     elif isinstance(expected, Mapping):

@@ -1,4 +1,4 @@
-"""Building a replica's parts from what the user passes, and refusing what cannot be trained in parallel."""
+"""Builds a replica's parts from the user's arguments, and refuses models that cannot be trained in parallel."""
 
 from __future__ import annotations
 
@@ -53,19 +53,19 @@ def check_optimizers(optimizers: list[Any], parameters: list[torch.Tensor]) -> N
 
 
 def refuse_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """An optimizer that evaluates the loss itself would need all micro-batches of the step each time."""
+    """Refuse optimizers that evaluate the loss: they would need all micro-batches of the step each time."""
     for optimizer in optimizers:
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
             raise TypeError(
-                f"optimizer is a {type(optimizer).__name__}, whose step(closure) computes the loss several times: here "
-                "a step has one gradient, the mean over its micro-batches. Choose an optimizer that needs no closure, "
-                "such as torch.optim.AdamW"
+                f"optimizer is a {type(optimizer).__name__}, whose step(closure) computes the loss several times, but "
+                "a step has only one gradient, the mean over its micro-batches. Choose an optimizer that needs no "
+                "closure, such as torch.optim.AdamW"
             )
 
 
 def schedulers_of(scheduler: Any, optimizers: list[torch.optim.Optimizer], seen: Any) -> Any:
-    """The schedulers of `scheduler=`: a function is called with `seen`, the optimizer or the list of them."""
+    """The schedulers of `scheduler=`: a function is called with `seen`, the optimizer or the list of optimizers."""
     if not callable(scheduler):
         given = list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
         for each in given:
@@ -114,7 +114,7 @@ def named_parameters(model: Any) -> dict[str, torch.Tensor]:
 
 
 def build_model(model: Any, device: torch.device, seed: int) -> Any:
-    """Move a model that exists; call a factory with the generators seeded, so that every worker builds the same."""
+    """Move an existing model, or call a factory with seeded generators, so that every worker builds the same model."""
     is_model = hasattr(model, "parameters") or any(hasattr(model, name) for name in ("compute_loss", "forward"))
     is_factory = isinstance(model, type) or (callable(model) and not is_model)
     if not is_factory:
@@ -128,9 +128,9 @@ def build_model(model: Any, device: torch.device, seed: int) -> Any:
 
 
 class ModuleOfWrapper(nn.Module):
-    """The module to train of an object that is none and has modules as attributes: `wrapper`.
+    """The module to train of `wrapper`, an object that is not a module and has modules as attributes.
 
-    It has the wrapper's methods and attributes too.
+    It also has the wrapper's methods and attributes.
     """
 
     def __init__(self, wrapper: Any, modules: Mapping[str, nn.Module]) -> None:
@@ -186,7 +186,7 @@ def check_modules(model: Any) -> None:
     for name, module in model.named_modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, nn.SyncBatchNorm):
             raise MisuseError(
-                f"{name!r} is a SyncBatchNorm, which exchanges inside forward; micro-batches are independent here. "
+                f"{name!r} is a SyncBatchNorm, which exchanges inside forward, but micro-batches are independent. "
                 "Use BatchNorm: its statistics do not depend on the number of workers"
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
@@ -217,12 +217,12 @@ def refuse_wrapped(model: Any) -> None:
         if isinstance(parameter, sharded):
             raise MisuseError(
                 f"parameter {name!r} is a {type(parameter).__name__}, sharded over devices by fully_shard or "
-                "parallelize_module: give the plain model. Every worker holds a whole copy here"
+                "parallelize_module: give the plain model, of which every worker holds a whole copy"
             )
 
 
 def _loaded(module: str, name: str) -> tuple[type, ...]:
-    """The class, where its module has been imported: a model can only be one then, and importing it takes long."""
+    """The class, if its module is imported: otherwise no model is an instance, and importing it takes long."""
     kind = getattr(sys.modules.get(module), name, None)
     return (kind,) if isinstance(kind, type) else ()
 
@@ -230,7 +230,7 @@ def _loaded(module: str, name: str) -> tuple[type, ...]:
 class ReplacementWatch:
     """Called by torch when a state was loaded: `load_state_dict(assign=True)` puts other parameters into the model.
 
-    A model with it can be copied and pickled; nobody watches the copy.
+    A model with it can be copied and pickled; copies are not watched.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], model: nn.Module | None) -> None:
@@ -254,7 +254,7 @@ class ReplacementWatch:
 
 
 def watch_replacement(model: Any, parameters: Mapping[str, torch.Tensor]) -> Callable[[], None]:
-    """From now on a load that replaces parameters is an error; returns what ends that."""
+    """Make loads that replace parameters an error. Returns a function that ends this."""
     if not isinstance(model, nn.Module):
         return lambda: None
     watch = ReplacementWatch(parameters, model)
@@ -269,7 +269,7 @@ def watch_replacement(model: Any, parameters: Mapping[str, torch.Tensor]) -> Cal
 
 @torch.no_grad()
 def share_weights(model: Any, parameters: Mapping[str, torch.Tensor], communicator: Communicator) -> None:
-    """Every worker gets rank 0's parameters and buffers, frozen ones too, once their shapes are known to agree."""
+    """Send rank 0's parameters and buffers, also frozen ones, to every worker, after checking that shapes agree."""
     if communicator.world.size == 1:
         return
     if isinstance(model, nn.Module):
@@ -284,7 +284,7 @@ def share_weights(model: Any, parameters: Mapping[str, torch.Tensor], communicat
 
 
 def _check_agreement(tensors: Mapping[str, torch.Tensor], communicator: Communicator) -> None:
-    """Exchanging tensors of different shapes would hang or corrupt: compare a digest of all shapes first."""
+    """Compare a digest of all shapes: exchanging tensors of different shapes would hang or corrupt them."""
     world = communicator.world
     text = ";".join(f"{name}:{tuple(t.shape)}:{t.dtype}" for name, t in tensors.items())
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")  # exact in a float64

@@ -1,8 +1,8 @@
-"""What is checked while a run trains: that the workers agree, that losses are finite, that replicas stay equal.
+"""Checks during training: that the workers agree, that losses are finite, and that replicas stay equal.
 
-A worker without a share in a step does not run the loop's body. Code there that changes an optimizer, the set of
-trained parameters or weights can leave replicas different without any error. So every exchange carries a digest of
-hyper-parameters and trained parameters, and now and then a digest of all weights is compared.
+A worker without a share in a step does not run the loop's body. If that code changes an optimizer, the set of trained
+parameters or weights, replicas can become different without any error. So every exchange carries a digest of
+hyper-parameters and trained parameters, and a digest of all weights is compared periodically.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.run.step.replica import Replica, plain_value
 from paceline.sync.numbers import LocalNumbers, Numbers
 
 REPLICA_CHECK_STEPS = 100
-# The largest fraction of the time to spend on it.
+# The largest fraction of the time to spend on comparisons.
 MAX_COST = 1e-3
 # Relative difference of norms that is allowed on different kinds of devices, which round differently.
 TOLERANCE = 1e-3
@@ -51,7 +51,7 @@ class Agreement:
             self._explain()
 
     def _explain(self) -> None:
-        """Name the difference. All workers have seen it and take part."""
+        """Raise an error that names the difference. All workers have seen it and take part."""
         own = {"hyper-parameters": self._hyper_parameters(), "trained": list(self._replica.trained_names)}
         everybody = [json.loads(text) for text in gather(json.dumps(own), self._communicator)]
         first = everybody[0]
@@ -130,16 +130,16 @@ class ReplicaCheck:
         self._are_alike: bool | None = None  # whether all devices are of one kind; None: unknown
 
     def regroup(self) -> None:
-        """The communicator has other workers now, who must all compare after the same steps."""
+        """The communicator has other workers now, which must all compare after the same steps."""
         self._num_steps, self._are_alike = 0, None
 
     def after_step(self, num_micro_batches: int, numbers: Numbers, step: int) -> None:
-        """Called every REPLICA_CHECK_STEPS steps. num_micro_batches: those of rank 0 in this step."""
+        """Called every REPLICA_CHECK_STEPS steps. num_micro_batches: of rank 0 in this step."""
         self._num_steps += REPLICA_CHECK_STEPS
         if self._communicator is None:
             return
         if self._communicator.world.device.type == "cpu":
-            # By a time that all workers know. On a GPU it may not have arrived; steps are long enough there.
+            # By a time that all workers know. A GPU's may not have arrived, but its steps are long enough.
             timing = numbers.timings[0]
             step_s = num_micro_batches * timing.micro_batch + timing.sync + timing.rest
             if self._num_steps * step_s * MAX_COST < self._cost_s():

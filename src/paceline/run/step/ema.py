@@ -16,7 +16,7 @@ from paceline.run.step.piece_optimizers import PieceOptimizers
 from paceline.run.step.piece_states import AVERAGE, part_of
 from paceline.run.step.replica import Replica
 
-# Does what all workers do together, again if one is lost.
+# Runs a collective operation, and repeats it if a worker is lost.
 Together: TypeAlias = Callable[[Callable[[], Any]], Any]
 
 
@@ -112,13 +112,11 @@ class WeightAverage:
 
     def _check_can_be_saved(self) -> None:
         if self._is_in_use:
-            raise MisuseError(
-                "the run cannot be saved inside ema_weights(), where the model's own weights are not in it"
-            )
+            raise MisuseError("the run cannot be saved inside ema_weights(), where the model has the averaged weights")
 
 
 class PieceAverage(WeightAverage):
-    """The average where the optimizer's state is divided among the workers: each has those of its pieces."""
+    """The average if the optimizer's state is divided among the workers: each worker has the averages of its pieces."""
 
     def __init__(self, replica: Replica, pieces: PieceOptimizers, decay: float) -> None:
         self._pieces = pieces
@@ -149,7 +147,7 @@ class PieceAverage(WeightAverage):
     def divided_state(self, keeps: Callable[[torch.Tensor], bool]) -> dict[str, torch.Tensor]:
         """Like `state_dict`, which a single worker cannot compute. Called by all workers together.
 
-        keeps: whether this worker keeps the average of a parameter. The others are on the meta device.
+        keeps: whether this worker keeps the average of a parameter. Other averages are on the meta device.
         """
         self._check_can_be_saved()
         averages = self._pieces.whole_averages(keeps)

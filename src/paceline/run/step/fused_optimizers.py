@@ -19,7 +19,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 def fuse(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Choose the fused kernels for optimizers that were just built. The log names those that stay as they are."""
+    """Choose the fused kernels for newly built optimizers. Others are logged with the reason."""
     for optimizer in optimizers:
         reason = obstacle(optimizer)
         if reason is not None:
@@ -30,11 +30,11 @@ def fuse(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
 
 def obstacle(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why an optimizer is not fused; None if it can be. A choice made by the user is kept."""
+    """Why an optimizer is not fused; None if it can be. The user's own choice is kept."""
     if type(optimizer) not in _OPTIMIZERS:
         return "PyTorch has no fused kernel for it"
     if optimizer.state:
-        return "it has been used before"
+        return "it was used before"
     for group in optimizer.param_groups:
         for name in ("fused", "foreach"):
             if group[name] is not None:

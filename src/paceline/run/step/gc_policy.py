@@ -1,17 +1,17 @@
 """Keeps full garbage collections out of a step.
 
 A full collection visits every Python object that can refer to others, about 0.1 us each: 0.2 s for a data set in Python
-lists, and all other workers wait meanwhile. So inside an epoch Python's automatic full collections are postponed, and
-one runs between two steps, every EVERY_STEPS steps. Objects that exist when training starts are frozen, which costs
-nothing and keeps them out of these collections. Young objects are collected as always.
+lists, while all other workers wait. So inside an epoch Python's automatic full collections are postponed, and one runs
+between two steps, every EVERY_STEPS steps. Objects that exist when training starts are frozen, which costs nothing and
+keeps them out of these collections. Young objects are collected as usual.
 """
 
 from __future__ import annotations
 
 import gc
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-GarbageCollection = Literal["between steps", "as usual"]
+from paceline.run.settings import GarbageCollection
 
 EVERY_STEPS = 200
 # Postponed, not disabled: a step that creates millions of objects is still collected, and so is a forked reader.
@@ -21,7 +21,7 @@ FROZEN_BY_PYTHON = 2000
 
 
 class GcPolicy:
-    """The collector's settings during one run's epochs; `close` restores those of the user.
+    """The collector's settings during one run's epochs; `close` restores the user's.
 
     A program that disabled the collector, or froze objects itself, is left alone.
     """
@@ -45,7 +45,7 @@ class GcPolicy:
         self._inside.append(self)
 
     def collect(self) -> None:
-        """Between two steps, after every EVERY_STEPS: a full collection, if any object became old since the last."""
+        """Called between two steps, every EVERY_STEPS: a full collection, if any object became old since the last."""
         if self in self._inside and gc.isenabled() and gc.get_count()[2]:
             gc.collect()
 

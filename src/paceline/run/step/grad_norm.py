@@ -1,7 +1,7 @@
-"""The norm of the gradient, whose bits do not depend on how the gradient is divided among workers.
+"""The norm of the gradient, bitwise independent of how the gradient is divided among workers.
 
-The norm of a parameter's gradient is that of the norms of its segments, and the total is that of the parameters' norms.
-For parameters of one segment this is what torch.nn.utils.clip_grad_norm_ computes.
+The norm of a parameter's gradient is the norm of its segments' norms, and the total is the norm of the parameters'
+norms. For parameters of one segment this equals torch.nn.utils.clip_grad_norm_.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.sync.gradients.division import flat, is_dense
 
 
 def segment_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The norms of the segments of all gradients, each of which begins at the border of a segment."""
+    """The norms of the segments of all gradients. Each gradient begins at the border of a segment."""
     segments = [
         segment for gradient in gradients for segment in _in_memory_order(gradient).split(sharding.SEGMENT_NUMEL)
     ]

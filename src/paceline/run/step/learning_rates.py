@@ -14,7 +14,7 @@ class LearningRates:
     """A rate that is requested in the loop's body reaches all workers with the exchange of the current step.
 
     `requested` is (rate, group), sent with the step; group -1 means all. On several GPUs it would arrive too late, and
-    with `Averaging` it is not exchanged: there it must be set in a hook.
+    with `Averaging` it is not exchanged: then it must be set in a hook.
     """
 
     def __init__(self, replica: Replica, *, is_averaging: bool) -> None:
@@ -26,7 +26,7 @@ class LearningRates:
         return world.size == 1 or (world.device.type == "cpu" and not self._is_averaging)
 
     def set(self, rate: float, group: int, world: World, *, in_loop: bool) -> None:
-        """in_loop: called in the loop's body, where one worker's request is enough. Else it applies at once."""
+        """in_loop: called in the loop's body, so one worker's request is enough. Else it applies immediately."""
         if not 0 <= rate < math.inf:
             raise ValueError(f"lr={rate}: choose a finite number >= 0")
         if not in_loop:
@@ -40,7 +40,7 @@ class LearningRates:
         self.requested = (rate, group)
 
     def apply(self, by_rank: Sequence[tuple[float, int] | None]) -> None:
-        """Set what the workers have requested in this step. Raises on all of them if the requests differ."""
+        """Set the rate that workers requested in this step. Raises on all workers if requests differ."""
         requests = {rank: rate for rank, rate in enumerate(by_rank) if rate is not None}
         if not requests:
             return

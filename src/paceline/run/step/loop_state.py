@@ -24,7 +24,7 @@ def state_of(loop: Loop) -> dict[str, Any]:
 
 
 def load_state(loop: Loop, state: Mapping[str, Any]) -> None:
-    """Restore `state_of`. What was learned about the workers is used only in a world of the same size."""
+    """Restore `state_of`. The planner's measurements are used only in a world of the same size."""
     _load_position(loop, state)
     if "trained" in state:
         loop.replica.set_trained(state["trained"])
@@ -37,7 +37,7 @@ def load_state(loop: Loop, state: Mapping[str, Any]) -> None:
 
 
 def handover(loop: Loop) -> dict[str, Any]:
-    """What a worker that is behind needs besides weights and optimizers to be where this one is."""
+    """The state, besides weights and optimizers, with which another worker can take over this one's position."""
     record = loop.last_record
     return {
         "engine": state_of(loop),
@@ -47,9 +47,9 @@ def handover(loop: Loop) -> dict[str, Any]:
 
 
 def take_over(loop: Loop, state: Mapping[str, Any], *, is_joining: bool) -> None:
-    """Continue where the worker is that made `handover`.
+    """Continue from another worker's `handover`.
 
-    A worker that was one step behind has still to run the hooks of that step. One that joins runs none of them. The
+    A worker that was one step behind still has to run the hooks of that step. One that joins runs none of them. The
     planner gets its state when the world changes (`Loop.regroup`).
     """
     engine = state["engine"]
@@ -66,7 +66,7 @@ def take_over(loop: Loop, state: Mapping[str, Any], *, is_joining: bool) -> None
             loop.ended_epoch = state["ended_epoch"]
         else:
             loop.hooks.queue_step(record)
-            loop.step_to_seed = record.step - 1  # its hooks draw the same random numbers as those of the others
+            loop.step_to_seed = record.step - 1  # its hooks draw the same random numbers as on the other workers
 
 
 def _load_position(loop: Loop, state: Mapping[str, Any]) -> None:

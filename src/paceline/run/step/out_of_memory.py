@@ -1,4 +1,4 @@
-"""What to do when a device's memory is full, in numbers."""
+"""Explains out-of-memory errors, with the settings that need less memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MARK = "paceline: out of memory"
 
 
 def explain_out_of_memory(error: torch.OutOfMemoryError, config: RunConfig, replica: Replica, world: World) -> None:
-    """Add a note to the error, once: what fills the memory, and which settings need less."""
+    """Add a note to the error, once: what uses the memory, and which settings need less."""
     if any(note.startswith(_MARK) for note in getattr(error, "__notes__", ())):
         return
     micro_batch = config.micro_batch or config.global_batch or 1
@@ -20,7 +20,7 @@ def explain_out_of_memory(error: torch.OutOfMemoryError, config: RunConfig, repl
     samples = "1 sample" if at_once == 1 else f"{at_once} samples"
     error.add_note(
         f"{_MARK} on {world.device}{_size_of(world.device)} in a forward and backward of {samples}. Weights, gradients "
-        f"and the optimizer's state take {_gib(_bytes_of(replica))} of it, whatever the batch.\n"
+        f"and the optimizer's state take {_gib(_bytes_of(replica))} of it, for any batch size.\n"
         + "\n".join(f"- {remedy}" for remedy in _remedies(config, micro_batch, at_once))
     )
 
@@ -36,12 +36,10 @@ def _remedies(config: RunConfig, micro_batch: int, at_once: int) -> list[str]:
         step = ""
         if config.global_batch is not None:
             step = f"; a step stays {config.global_batch} samples, in {config.global_batch // smaller} micro-batches"
-        remedies.append(
-            f"micro_batch={smaller} needs about {smaller / micro_batch:.0%} of the memory beside these{step}"
-        )
+        remedies.append(f"micro_batch={smaller} needs about {smaller / micro_batch:.0%} of the remaining memory{step}")
     remedies.append("gradient checkpointing in the model (torch.utils.checkpoint) trades computing for memory")
     if config.precision == "fp32":
-        remedies.append("precision='bf16' with trainer.autocast() halves what forward keeps for backward")
+        remedies.append("precision='bf16' with trainer.autocast() halves the activations kept for backward")
     return remedies
 
 

@@ -18,11 +18,11 @@ from paceline.run.step.piece_states import AVERAGE, WEIGHT, WholeStates, part_of
 from paceline.sync.gradients.division import Division
 from paceline.sync.gradients.shards import Shards
 
-# Each element's update depends on that element alone, so any piece of a parameter may be updated separately.
+# The update of an element depends on that element only, so any piece of a parameter may be updated separately.
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop")
-# Each parameter's update depends on that whole parameter and no other.
+# The update of a parameter depends on that whole parameter only.
 BY_PARAMETER = ("Muon",)
-# How the class of another optimizer says which of these it is.
+# The class attribute by which other optimizers declare one of these kinds.
 DECLARATION = "paceline_shard"
 # The name in the state of a parameter under which its float32 master is saved.
 MASTER = "master_weight"
@@ -40,14 +40,13 @@ def needs_whole_parameters(optimizer: torch.optim.Optimizer) -> bool:
     why = "it is not known whether its parts are independent"
     raise ValueError(
         f"the state of {kind.__name__} cannot be divided among the workers: {why}. Leave shard= out, choose one of "
-        f"torch.optim's {', '.join((*ELEMENTWISE, *BY_PARAMETER))}, or, for an optimizer of your own, set the class "
-        f"attribute {DECLARATION} = 'elements' if each element is updated by itself, or 'parameters' if each parameter "
-        "is"
+        f"torch.optim's {', '.join((*ELEMENTWISE, *BY_PARAMETER))}, or, in your own optimizer, set the class attribute "
+        f"{DECLARATION} = 'elements' if elements are updated independently, or 'parameters' if parameters are"
     )
 
 
 class PieceOptimizers:
-    """The optimizers of a replica, over this worker's pieces. Takes over state that they have already."""
+    """The optimizers of a replica, over this worker's pieces. Takes over their existing state."""
 
     def __init__(
         self, optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, torch.Tensor], shards: Shards
@@ -82,7 +81,7 @@ class PieceOptimizers:
         return self._shards.division
 
     def note_groups(self) -> None:
-        """Groups were added, or are new: some optimizers need whole parameters."""
+        """Called for new groups: some optimizers need whole parameters."""
         for optimizer in self._optimizers:
             if needs_whole_parameters(optimizer):
                 self._division.whole |= {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -122,7 +121,7 @@ class PieceOptimizers:
     def state_dicts(self, keeps: Callable[[torch.Tensor], bool]) -> list[dict[str, Any]]:
         """The optimizers' states as if they were not divided, on the CPU. Called by all workers together.
 
-        keeps: whether this worker keeps the state of a parameter. Those of the others are on the meta device.
+        keeps: whether this worker keeps the state of a parameter. Other states are on the meta device.
         """
         found = self._whole(self._state_of, keeps)
         return [_packed(optimizer, found) for optimizer in self._optimizers]
@@ -150,7 +149,7 @@ class PieceOptimizers:
         return found
 
     def settings(self) -> list[dict[str, Any]]:
-        """The optimizers' states without what is divided."""
+        """The optimizers' states without the divided part."""
         return [_packed(optimizer, {}) for optimizer in self._optimizers]
 
     def load(self, number: int, state: Mapping[str, Any]) -> None:
@@ -169,8 +168,8 @@ class PieceOptimizers:
     def move(self, division: Division, sources: Sequence[int], parameters: Mapping[str, torch.Tensor]) -> None:
         """Take over this worker's part of a new division, and all weights. Called by all workers together.
 
-        sources: by chunk of the division before, a rank that holds its pieces. parameters: all that are divided, in the
-        same order and by the same names on all workers, of which those that join do not know the division before.
+        sources: by chunk of the previous division, a rank that holds its pieces. parameters: all divided parameters,
+        with the same order and names on all workers. Workers that join do not have the previous division.
         """
         division.whole = self._division.whole
         division.cover(parameters)
@@ -184,7 +183,7 @@ class PieceOptimizers:
                 parts[piece] = part = part_of(state, parameter, piece, division)
                 if (average := part.pop(AVERAGE, None)) is not None:
                     averages[division.view_of(piece)] = average.to(piece.device)
-        # Some workers may not get as far as this, because another one is lost: see `revert`.
+        # If another worker is lost, some workers may not get to this point: see `revert`.
         before = self._division, self._states, self.averages
         self._shards.divide_again(division)
         self._before = before
@@ -194,7 +193,7 @@ class PieceOptimizers:
 
     def revert(self) -> None:
         """Undo `move`. Possible until the next update."""
-        assert self._before is not None, "nobody is behind after an update"
+        assert self._before is not None, "no worker is behind after an update"
         division, self._states, self.averages = self._before
         self._shards.divide_again(division)
         self._before = None
@@ -263,7 +262,7 @@ class PieceOptimizers:
 
 
 def _packed(optimizer: torch.optim.Optimizer, found: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-    """In the format of `state_dict`, whose numbers of parameters count through all groups. found: by id of those."""
+    """In the format of `state_dict`, which numbers parameters through all groups. found: states by parameter id."""
     states: dict[int, Any] = {}
     groups, count = [], 0
     for group in optimizer.param_groups:

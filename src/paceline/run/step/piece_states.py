@@ -1,4 +1,4 @@
-"""The optimizer's states of pieces: sent between workers, joined to those of whole parameters, and cut again."""
+"""The optimizer's states of pieces: sends them between workers, joins them for whole parameters, and cuts them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from paceline.plan.sharding import Piece
 from paceline.run.evaluation.collect import broadcast
 from paceline.sync.gradients.division import Division, flat
 
-# What torch's optimizers keep once per parameter, also for one that is a single number itself.
+# State that torch's optimizers keep once per parameter, also for a parameter with a single element.
 SCALARS = ("step", "eta", "mu", "mu_product")
-# In the state of a piece while it is sent: the weights themselves, and their average.
+# Entries in the state of a piece while it is sent: the weights, and their average.
 WEIGHT, AVERAGE = "weight", "average"
 
 
 class WholeStates:
     """The states of whole parameters, on all workers, from pieces that are on one or a few of them.
 
-    names: the divided parameters by id; the same names on all workers. A worker that joins does not know `division`,
-    only the others do.
+    names: of the divided parameters, by id; the same on all workers. A worker that joins does not have `division`.
     """
 
     def __init__(self, communicator: Communicator, names: Mapping[int, str]) -> None:
@@ -33,9 +32,9 @@ class WholeStates:
     def of(
         self, division: Division, sources: Sequence[int], state_of: Callable[[torch.Tensor], dict[str, Any]]
     ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """The name and state, on the CPU, of one parameter after the other. Called by all workers together.
+        """Yields the name and state, on the CPU, of each parameter. Called by all workers together.
 
-        sources: by chunk, the rank that sends its pieces. state_of: of a piece, given as the view of its parameter.
+        sources: by chunk, the rank that sends its pieces. state_of: from a piece's view of its parameter to its state.
         """
         rank = self._communicator.world.rank
         pieces: dict[str, list[dict[str, Any]]] = {}
@@ -60,7 +59,7 @@ class WholeStates:
 
 
 def _joined(pieces: Sequence[dict[str, Any]], last: torch.Size, *, is_whole: bool) -> dict[str, Any]:
-    """The state of a parameter. Tensors of its size are flat, in the order of its memory, if it could be cut.
+    """The state of a parameter. Tensors of its size are flat, in the order of its memory, unless `is_whole`.
 
     last: the shape of the last piece.
     """
@@ -79,7 +78,7 @@ def _is_by_element(name: str, value: Any, shape: torch.Size) -> bool:
 def part_of(
     state: Mapping[str, Any], parameter: torch.Tensor, piece: torch.Tensor, division: Division
 ) -> dict[str, Any]:
-    """What belongs to a piece of the state of a parameter."""
+    """The part of a parameter's state that belongs to a piece."""
     if id(parameter) in division.whole:
         return dict(state)
     start = division.start_of(piece)
@@ -96,7 +95,7 @@ def part_of(
 
 
 def shaped_like(parameter: torch.Tensor, state: Mapping[str, Any], *, keep: bool) -> dict[str, Any]:
-    """A whole state with the parameter's shape. keep: else its tensors are on the meta device, without memory."""
+    """A whole state with the parameter's shape. keep=False: its tensors are on the meta device, without memory."""
     shaped = {}
     for name, value in state.items():
         shaped[name] = value

@@ -1,4 +1,4 @@
-"""The update where the optimizer's state is divided: each worker updates its pieces, then all get all weights."""
+"""The update if the optimizer's state is divided: each worker updates its pieces, then all get all weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.run.step.replica import Number, Replica, Update
 class Phase(IntEnum):
     """How far a worker is with the update of the open step.
 
-    READY: it has all that its update needs. AGREED: so have all others, and some may have changed their weights.
+    READY: it has all data for its update. AGREED: so have all others, and some may have changed their weights.
     """
 
     NONE = 0
@@ -25,18 +25,18 @@ class Phase(IntEnum):
 
 
 class Meeting(Protocol):
-    """How workers that are left after a loss find out what to do with the open step."""
+    """How the remaining workers agree, after a loss, what to do with the open step."""
 
     def meet(self, error: BaseException) -> bool:
-        """Whether to complete it, because others may have. Then, or else at once, all workers rejoin."""
+        """Whether to complete it, because others may have, and rejoin after that. If not, rejoin immediately."""
 
 
 class ShardedUpdate(Update):
     """Clips and steps this worker's pieces.
 
-    If pieces are held more than once, a step is either completed by all workers that a loss leaves, or begun again by
-    all: none updates its pieces before all have what they need for it. Until then nothing has changed; after that, the
-    update needs nobody else.
+    If pieces have several holders, the workers that remain after a loss either all complete the step or all repeat it:
+    no worker updates its pieces before all have the data for it. Until then nothing has changed; after that, the update
+    needs no other worker.
     """
 
     def __init__(self, replica: Replica, max_norm: float | None, pieces: PieceOptimizers) -> None:
@@ -50,10 +50,10 @@ class ShardedUpdate(Update):
 
     @property
     def can_be_voided(self) -> bool:
-        return False  # the new weights are sent to the others at once
+        return False  # new weights are sent to the others immediately
 
     def agree(self) -> None:
-        """Exchange what the update needs besides gradients. When one worker returns, all have it."""
+        """Exchange the data that the update needs besides gradients. When one worker returns, all have it."""
         self.phase = Phase.NONE
         if self._max_norm is not None:
             self._total_norm = self._norm()
@@ -65,7 +65,7 @@ class ShardedUpdate(Update):
         except (GenerationEnded, CommunicationError) as error:
             if not self.meeting.meet(error):
                 self.phase = Phase.NONE
-                raise GenerationEnded("the step is begun again") from error
+                raise GenerationEnded("the step is repeated") from error
             self._must_rejoin = True
         self._pieces.forget_division()
         self.phase = Phase.AGREED
@@ -86,7 +86,7 @@ class ShardedUpdate(Update):
     def share(self) -> GenerationEnded | CommunicationError | None:
         """Send every worker's new weights to all others. Returns the error if a worker was lost.
 
-        Then the step is complete nevertheless: the others get the weights when they rejoin.
+        The step is complete in both cases: after a loss the others get the weights when they rejoin.
         """
         must_rejoin, self._must_rejoin = self._must_rejoin, False
         try:
@@ -103,7 +103,7 @@ class ShardedUpdate(Update):
         return [p for p in self._replica.parameters.values() if id(p) in self._shards.used]
 
     def _norm(self) -> torch.Tensor:
-        """The norm of the whole gradient: the owner of a piece contributes those of its segments."""
+        """The norm of the whole gradient: the owner of a piece contributes the norms of its segments."""
         used, division, world = self._used(), self._shards.division, self._shards.communicator.world
         is_double = any(p.dtype == torch.float64 for p in used)
         counts = [num_segments(p.numel()) for p in used]

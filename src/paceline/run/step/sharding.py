@@ -1,4 +1,4 @@
-"""Divides a replica's optimizer state among the workers, as the settings say."""
+"""Divides a replica's optimizer state among the workers according to the settings."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from paceline.sync.gradients.shards import Shards
 # Devices whose memory differs by less are equal.
 EQUAL_MEMORY = 0.1
 _TRIAL_NUMEL = 1 << 20
-# Several periods in which a CPU quota lets a worker run and stops it.
+# Several periods of a CPU quota, which alternately runs and stops a worker.
 _TRIAL_S = 0.3
 
 
 def divide(replica: Replica, settings: Optimization, communicator: Communicator, *, can_change: bool) -> Shards | None:
-    """Divide the state among the workers. None if it stays whole: it is not asked for, or there is one worker.
+    """Divide the state among the workers. None if it stays whole: by the settings, or with a single worker.
 
-    Masters are part of the divided state, so one worker that has them owns all pieces; so does one that others may
+    Masters are part of the divided state, so a single worker with masters owns all pieces; so does one that others may
     join (can_change).
     """
     is_divided = settings.shard is not None and (communicator.world.size > 1 or can_change)
@@ -73,7 +73,7 @@ def _weights(by: ShardBy, communicator: Communicator) -> list[float]:
 
 
 def _sharers(world: World) -> int:
-    """Workers on the same memory: those of one host on its CPU, or on one GPU."""
+    """Workers on the same memory: of one host's CPU, or of one GPU."""
     num_memories = torch.cuda.device_count() if world.device.type == "cuda" else 1
     return max(world.local_size // num_memories, 1)
 

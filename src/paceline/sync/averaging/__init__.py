@@ -1,1 +1,1 @@
-"""The averaging strategy: workers take local optimizer steps and average their parameters now and then."""
+"""The averaging strategy: workers take local optimizer steps and average their parameters periodically."""

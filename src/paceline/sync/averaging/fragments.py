@@ -10,10 +10,10 @@ from paceline.sync.compression.exchange import WeightedSum
 
 
 class Fragment:
-    """Some of a replica's values, and those that all replicas had at their last average.
+    """Some of a replica's values, and the common values of all replicas after their last average.
 
-    An average: `measure`, `send`, `receive`, `apply`. Until `apply` nothing has changed. workspace: two rows of memory
-    for an average under way; fragments that are averaged one after the other may share it.
+    An average: `measure`, `send`, `receive`, `apply`. Nothing changes before `apply`. workspace: two rows of memory for
+    an average in flight; fragments that are averaged in turn may share it.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], workspace: torch.Tensor | None = None) -> None:
@@ -24,7 +24,7 @@ class Fragment:
         self._sent, self._change = workspace[:, : self.numel]
         # A parameter, because the outer optimizer updates it.
         self.common = torch.nn.Parameter(self._read().clone())
-        self.residual: torch.Tensor | None = None  # what this worker has not sent so far, if its encoding is biased
+        self.residual: torch.Tensor | None = None  # the part of changes not sent yet, if the encoding is biased
 
     @property
     def numel(self) -> int:
@@ -36,7 +36,7 @@ class Fragment:
         return _square_length(self._change)
 
     def send(self, total: WeightedSum, weight: float, seed: int, message: Sequence[float] = ()) -> None:
-        """Start the exchange of the change that was measured."""
+        """Start the exchange of the measured change."""
         if total.keeps_residual and self.residual is None:
             self.residual = torch.zeros_like(self.common)
         total.start(self._change, weight, seed, self.residual, message)
@@ -50,7 +50,7 @@ class Fragment:
     def apply(self, outer: torch.optim.Optimizer | None, *, has_moved_on: bool) -> None:
         """Move the common values by their mean change, or by a step of `outer`, and the replica to them.
 
-        has_moved_on: the replica took steps since `measure`, which are kept: the difference is added.
+        has_moved_on: the replica took steps since `measure`. They are kept: the difference is added.
         """
         if outer is None:
             self.common.sub_(self._gradient)
@@ -78,7 +78,7 @@ class Fragment:
 
 
 def _workspace(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """For a fragment of these tensors. Kept, as page faults take longer than an average."""
+    """For a fragment of these tensors. It is reused, because page faults take longer than an average."""
     return torch.empty(2, sum(tensor.numel() for tensor in tensors), device=tensors[0].device)
 
 
@@ -89,7 +89,7 @@ def _square_length(values: torch.Tensor) -> float:
 def cut(tensors: Sequence[torch.Tensor], count: int) -> list[Fragment]:
     """Fragments of equal size, fewer than `count` if there are fewer values.
 
-    Large tensors are cut wherever a fragment ends, except those that are not contiguous (channels_last).
+    Tensors are cut where a fragment ends, unless they are not contiguous (channels_last).
     """
     total = sum(tensor.numel() for tensor in tensors)
     ends = [total * (number + 1) // count for number in range(count)]

@@ -1,4 +1,4 @@
-"""Measures, once, how long a step takes and what the link carries: the log says what averaging means for it."""
+"""Measures the time of a step and the bandwidth of the link once, so that the log can say what averaging costs."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from time import perf_counter
 import torch
 
 from paceline.comm.base import Communicator
-from paceline.plan.slow_link import STEPS_UNDER_WAY, LinkUse, link_use
+from paceline.plan.slow_link import STEPS_IN_FLIGHT, LinkUse, link_use
 
-# Longer than what a link lets pass at once, which says nothing about its speed.
+# Longer than a link's burst, which says nothing about its bandwidth.
 PROBE_BYTES = 512 << 10
 # The first step allocates. After the last one the first average is due.
-FIRST_STEP, LAST_STEP = 1, STEPS_UNDER_WAY
+FIRST_STEP, LAST_STEP = 1, STEPS_IN_FLIGHT
 
 
 class LinkMeasurement:
-    """Counts steps. After the last one of them `measure` is called by all workers together, and gives all the same."""
+    """Counts steps. After the last one all workers call `measure` together and get the same result."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -35,11 +35,11 @@ class LinkMeasurement:
 
     def measure(self, num_values: int, communicator: Communicator) -> LinkUse:
         world, steps_s = communicator.world, 0.0
-        if self._begun_s is not None:  # else this worker has joined meanwhile
+        if self._begun_s is not None:  # None if this worker joined after the first step
             steps_s = self._now_s() - self._begun_s
         rows = [communicator.empty(PROBE_BYTES, torch.uint8, self._device).zero_() for _ in range(world.size)]
         times = torch.zeros(world.size, 2, dtype=torch.float64, device=self._device)
-        communicator.all_reduce(times).wait()  # until all are here
+        communicator.all_reduce(times).wait()  # a barrier
         begun_s = self._now_s()
         for pending in [communicator.broadcast(row, rank) for rank, row in enumerate(rows)]:
             pending.wait()

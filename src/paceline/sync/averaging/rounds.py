@@ -14,7 +14,7 @@ from paceline.comm.base import Communicator
 from paceline.core.seeding import Purpose, derive_seed
 from paceline.sync.averaging.fragments import Fragment, cut
 from paceline.sync.compression.exchange import WeightedSum, weighted_sum
-from paceline.sync.compression.names import Compression
+from paceline.sync.compression.settings import Compression
 
 
 @dataclass
@@ -37,7 +37,7 @@ class WorkerRound:
     sync_s: float = 0.0  # spent on the previous average, including the wait for others
 
     def add(self, other: WorkerRound) -> None:
-        """Count the steps of another round too, whose average failed."""
+        """Add the steps of another round, whose average failed."""
         for name in ("weight", "loss_sum", "loss_weight", "num_steps"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
@@ -63,7 +63,7 @@ class ReplicaAverage:
     weights do. Changes are weighted by samples. Statistics of BatchNorm are sent as they are, with the last fragment.
 
     The drift is computed from the lengths of the changes and of their mean, over all fragments. An average that fails
-    has changed nothing: its steps count for the next one.
+    changes nothing: its steps are part of the next one.
     """
 
     def __init__(
@@ -85,14 +85,14 @@ class ReplicaAverage:
         self._outer = None if outer is None else outer([fragment.common for fragment in self._trained])
         self.num_completed = 0
         self._next = 0  # the fragment to be averaged next
-        self.is_under_way = False
+        self.is_in_flight = False
         self._square_distance = self._square_length = 0.0  # of the fragments before that one
         self._round_begun_s = perf_counter()
         self._sync_s = 0.0  # spent on averaging since then
         self.connect(communicator)
 
     def connect(self, communicator: Communicator) -> None:
-        """Exchange with these workers from now on, while no average is under way."""
+        """Exchange with these workers from now on. No average may be in flight."""
         self._communicator = communicator
         self._sums: list[WeightedSum] = []  # allocated by all workers together, in the next average
 
@@ -116,9 +116,9 @@ class ReplicaAverage:
 
     @property
     def num_unsent_steps(self) -> int:
-        """Steps of which some fragment is in no completed average: what the loss of a worker would cost."""
+        """Steps that some fragment's averages do not include yet: what the loss of a worker would cost."""
         counts = [steps.num_steps for steps in self._steps]
-        if self.is_under_way:
+        if self.is_in_flight:
             counts[self._next] += self._taken.num_steps
         return max(counts)
 
@@ -146,7 +146,7 @@ class ReplicaAverage:
         for each, total in zip(statistics, self._sums[1:], strict=False):
             each.measure()
             each.send(total, weight, seed)
-        self.is_under_way = True
+        self.is_in_flight = True
         self._sync_s = self._now_s() - begun_s
 
     @torch.no_grad()
@@ -158,14 +158,14 @@ class ReplicaAverage:
         begun_s = self._now_s()
         pairs = list(zip(self._fragments(), self._sums, strict=False))
         table, *_ = [total.messages() for _, total in pairs]
-        # All has arrived. From here on nothing can fail.
+        # All data has arrived. From here on nothing can fail.
         rounds = [WorkerRound(*row) for row in table]
         weights = [each.fragment_weight for each in rounds]
         squares = [fragment.receive(total, weights) for fragment, total in pairs]
         for fragment, _ in pairs:
             outer = None if fragment in self._statistics else self._outer
             fragment.apply(outer, has_moved_on=has_moved_on)
-        self.is_under_way = False
+        self.is_in_flight = False
         total = max(sum(weights), 1e-30)
         self._square_distance += max(0.0, sum(each.weighted_square for each in rounds) / total - squares[0])
         self._square_length += pairs[0][0].square_length
@@ -179,9 +179,9 @@ class ReplicaAverage:
         return rounds, drift
 
     def drop(self) -> WorkerRound:
-        """Give up the average that has failed. Returns this worker's round: its steps count for the next average."""
+        """Give up an average that has failed. Returns this worker's round: its steps are part of the next average."""
         self._steps[self._next].add(self._taken)
-        self.is_under_way = False
+        self.is_in_flight = False
         return self._own
 
     def state_dict(self) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class ReplicaAverage:
         self._square_distance, self._square_length = state["squares"]
 
     def residuals(self) -> torch.Tensor | None:
-        """What this worker has not sent so far; None if its encoding leaves nothing."""
+        """The part of this worker's changes not sent yet; None if its encoding leaves nothing."""
         if all(fragment.residual is None for fragment in self._trained):
             return None
         residuals = [(fragment.residual, fragment.common) for fragment in self._trained]

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from paceline.core.settings import setting
 from paceline.plan.cadence import Cadence
 from paceline.sync.averaging.guard import DivergenceGuard
-from paceline.sync.compression.names import COMPRESSIONS, Compression
+from paceline.sync.compression.settings import COMPRESSIONS, Compression
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,11 @@ class Averaging:
     """Settings of the strategy.
 
     every: steps between two averages, or a `Cadence` that finds the number: its overhead_target bounds the cost of
-        averaging, its anchor is the initial number of steps. "auto" has the `every`, `compress` and `fragments` of
-        strategy="slow link", and measures link and steps; the log and an event "averaging" say what that means.
+        averaging, its anchor is the initial number of steps. "auto" uses the `every`, `compress` and `fragments` of
+        strategy="slow link", and measures link and steps; the log and an event "averaging" report the cost.
     first_step: gradients are exchanged in every step until this many steps are done (post-local SGD).
-    overlap: replicas train on while their mean is computed, and apply the difference at the next average. No step is
-        lost.
+    overlap: replicas continue training while their mean is computed, and apply the difference at the next average. No
+        step is lost.
     compress: how changes are sent. "bf16" and "fp16" halve the bytes, "int8" and "int4" send integers with a scale per
         256 values, rounded at random without bias. "sparse" sends the largest 1 in 32 values, 64 times fewer bytes than
         fp32, and keeps the rest for the following averages.
@@ -79,13 +79,13 @@ class Averaging:
 def nesterov(parameters: list[Any]) -> Any:
     """The outer optimizer of "slow link": it moves once as far as the mean change, and twice as far in the long run.
 
-    Chosen by losses (docs/slow-links.md): the further it moves at once, the more of the workers' noise stays in the
-    weights; the less in the long run, the slower is the start.
+    Chosen by the final loss (docs/slow-links.md): a larger immediate move leaves more of the workers' noise in the
+    weights; a smaller total move slows down the start.
     """
     import torch
 
     return torch.optim.SGD(parameters, lr=0.6, momentum=0.7, nesterov=True, fused=True)
 
 
-# What strategy="slow link" stands for.
+# The settings of strategy="slow link".
 SLOW_LINK = Averaging(every="auto", overlap=True, outer=nesterov)

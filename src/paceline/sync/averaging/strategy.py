@@ -1,4 +1,4 @@
-"""The averaging strategy: workers take local optimizer steps and average their replicas now and then.
+"""The averaging strategy: workers take local optimizer steps and average their replicas periodically.
 
 Nothing is exchanged between two averages, so a slow link costs little. In return replicas drift apart between them, and
 the result depends on the number of workers (local SGD). A worker's step uses its own share of the global batch.
@@ -27,8 +27,8 @@ from paceline.sync.averaging.measuring import LinkMeasurement
 from paceline.sync.averaging.rounds import ReplicaAverage, WorkerRound
 from paceline.sync.averaging.settings import Averaging as Averaging
 from paceline.sync.buffers import Buffers
-from paceline.sync.compression.names import Compression
 from paceline.sync.compression.residuals import Residuals
+from paceline.sync.compression.settings import Compression
 from paceline.sync.numbers import SILENCE, LocalNumbers, OneLoss, RoundMean, WorkerMessage, check_nobody_left
 from paceline.sync.step_numbers import StepNumbers
 from paceline.sync.strategy import Accept, GradientExchange, UpdateUnless
@@ -157,7 +157,7 @@ class AveragedReplicas:
         try:
             self._after_step()
         except (GenerationEnded, CommunicationError) as error:
-            # This step is done and must not be repeated: raised where the next one begins.
+            # This step is done and must not be repeated: raised when the next one begins.
             self._failure = error
 
     def _after_step(self) -> None:
@@ -179,7 +179,7 @@ class AveragedReplicas:
         self._raise_failure()
         if not self._average.num_unsent_steps:
             return
-        if self._average.is_under_way:
+        if self._average.is_in_flight:
             self._finish_average()
         while self._average.num_unsent_steps:
             self._start_average(is_final=True)
@@ -195,7 +195,7 @@ class AveragedReplicas:
 
     @property
     def num_completed(self) -> int:
-        # The link is measured by all together, as averages are: a worker that has missed it takes over the state.
+        # All workers measure the link together, as they average: a worker that missed it takes over the state.
         return self._average.num_completed + self._measurement.is_done
 
     @property
@@ -204,7 +204,7 @@ class AveragedReplicas:
 
     def drop(self) -> None:
         self._failure = None
-        if self._average.is_under_way:
+        if self._average.is_in_flight:
             self._drop_average()
 
     def abandon(self) -> None:
@@ -243,8 +243,8 @@ class AveragedReplicas:
         self._round.loss_weight += weight
 
     def _start_average(self, *, is_final: bool) -> None:
-        """Apply the average that is under way, start the next, and wait for it unless it may overlap."""
-        if self._average.is_under_way:
+        """Apply the average in flight, start the next one, and wait for it unless it may overlap."""
+        if self._average.is_in_flight:
             self._finish_average()
         self._losses.flush()
         own, self._times = self._times.mean, _RoundTimes()
@@ -261,7 +261,7 @@ class AveragedReplicas:
             self._finish_average()
 
     def _drop_average(self) -> None:
-        """The average under way has failed: its steps are part of the next one."""
+        """The average in flight has failed: its steps are part of the next one."""
         self._round.add(self._average.drop())
 
     def _finish_average(self) -> None:

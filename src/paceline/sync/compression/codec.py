@@ -10,13 +10,13 @@ from typing import Protocol
 
 import torch
 
-from paceline.sync.compression.names import Compression
 from paceline.sync.compression.quantize import BlockQuantizer
+from paceline.sync.compression.settings import Compression
 from paceline.sync.compression.sparse import TopK
 
 
 class Codec(Protocol):
-    """An encoding. `keeps_residual`: it is biased, so what was not sent must be added to what is sent next."""
+    """An encoding. `keeps_residual`: it is biased, so what was not sent must be added to the next values."""
 
     keeps_residual: bool
 
@@ -27,7 +27,7 @@ class Codec(Protocol):
         """Write the bytes for a flat float32 tensor to `packed`. `seed` determines how values are rounded."""
 
     def add_decoded(self, packed: torch.Tensor, weight: float, to: torch.Tensor) -> None:
-        """Add the values that these bytes stand for, times `weight`. A block with an inf or NaN is not finite."""
+        """Add `weight` times the decoded values. A block with an inf or NaN is not finite."""
 
 
 def codec_for(compression: Compression) -> Codec | None:

@@ -1,4 +1,4 @@
-"""The weighted sum of all workers' values, exchanged in few bytes and equal to the bit on all of them."""
+"""The weighted sum of all workers' values, exchanged in few bytes and bitwise equal on all of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from paceline.comm.base import Communicator, Pending
 from paceline.sync.compression.codec import Codec, codec_for, summed_dtype
-from paceline.sync.compression.names import Compression
+from paceline.sync.compression.settings import Compression
 
 
 class WeightedSum(Protocol):
@@ -25,14 +25,14 @@ class WeightedSum(Protocol):
         residual: torch.Tensor | None = None,
         message: Sequence[float] = (),
     ) -> None:
-        """Send flat float32 values. seed: of the rounding. residual: what earlier exchanges have left, which is added.
+        """Send flat float32 values. seed: of the rounding. residual: what earlier exchanges did not send; it is added.
 
         The values may be overwritten until `finish` returns. Weights should be near 1, so that a sum in fp16 does not
         overflow. message: travels with the values.
         """
 
     def messages(self) -> list[list[float]]:
-        """Wait for the others and return what they sent beside their values, by rank. Called before `finish`."""
+        """Wait for the others and return their messages, by rank. Called before `finish`."""
 
     def finish(self, weights: Sequence[float], scale: float = 1.0) -> torch.Tensor:
         """Wait for the others and return the sum times `scale`, in the memory of the values. Updates the residual.
@@ -133,7 +133,7 @@ class Packed:
     def finish(self, weights: Sequence[float], scale: float = 1.0) -> torch.Tensor:
         self._wait()
         if self._residual is not None:
-            # Not before all have arrived: an exchange that fails has sent nothing.
+            # Only after all have arrived: an exchange that fails has sent nothing.
             self._residual.copy_(self._values)
             self._codec.add_decoded(self._packed(self._rows[self._communicator.world.rank]), -1.0, self._residual)
         total = self._values.zero_()

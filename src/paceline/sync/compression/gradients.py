@@ -12,7 +12,7 @@ from paceline.comm.base import DONE, Pending
 from paceline.core.seeding import Purpose, derive_seed
 from paceline.sync.buffers import Buffers
 from paceline.sync.compression.exchange import WeightedSum, weighted_sum
-from paceline.sync.compression.names import Compression
+from paceline.sync.compression.settings import Compression
 from paceline.sync.gradients.exchange import MeanGradients
 from paceline.sync.gradients.sums import ExactSums, PlainSums
 from paceline.sync.step_numbers import StepNumbers
@@ -43,7 +43,7 @@ class CompressedGradients(MeanGradients):
         residual = None
         if total.keeps_residual:
             known = self._residuals.get(names)
-            # A copy: the step may be given up, and begun again.
+            # A copy: the step may be abandoned and repeated.
             residual = torch.zeros(numel, device=gradients.device) if known is None else known.clone()
             self._next_residuals[names] = residual
         rank = self._communicator.world.rank
@@ -69,7 +69,7 @@ class CompressedGradients(MeanGradients):
         self._residuals.clear()
 
     def residuals(self) -> list[torch.Tensor] | None:
-        """What this worker has not sent so far, by bucket; None if there is nothing."""
+        """What this worker has not sent yet, by bucket; None if there is nothing."""
         return list(self._residuals.values()) or None
 
     def load_residuals(self, saved: list[torch.Tensor] | None) -> None:

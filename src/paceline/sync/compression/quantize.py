@@ -9,7 +9,7 @@ import torch
 
 BLOCK = 256  # values per scale: the scales add an eighth of a bit to each value
 SCALE_BYTES = 4
-CHUNK = 1 << 18  # at most so many values are encoded at once on a CPU, so that they stay in its cache
+CHUNK = 1 << 18  # values encoded in one pass on a CPU, so that they stay in its cache
 NUM_OFFSETS = 1 << 16  # of the random numbers
 
 
@@ -42,7 +42,7 @@ class BlockQuantizer:
             # A block of zeros has the scale 0: divided by 1 it stays zero.
             divisors = scales.masked_fill(scales == 0, 1.0)
             noise = _noise(values.device, seed + first * BLOCK, blocks.numel()).view_as(blocks)
-            # What is not finite becomes any number: its scale is not finite either.
+            # An inf or NaN may become any number: its scale is not finite either.
             torch.addcdiv(noise, blocks, divisors, out=levels).floor_().clamp_(-self.levels, self.levels)
             if self._bits == 4:
                 low, high = levels.chunk(2, dim=1)
@@ -64,7 +64,7 @@ class BlockQuantizer:
             part.add_(levels.mul_(all_scales[first:end] * weight).view(-1)[: len(part)])
 
     def _empty(self, num_blocks: int, device: torch.device) -> torch.Tensor:
-        """Twice so many blocks, uninitialized, in memory that is kept: page faults would take longer than the rest."""
+        """Two sets of uninitialized blocks, in memory that is reused: page faults would take longer than the rest."""
         if self._scratch.shape[1] < num_blocks or self._scratch.device != device:
             self._scratch = torch.empty(2, num_blocks, BLOCK, device=device)
         return self._scratch[:, :num_blocks]
@@ -77,7 +77,7 @@ class BlockQuantizer:
 
 
 def in_blocks(values: torch.Tensor, size: int, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The values as rows of `size`. If the last one must be filled up with zeros, all are copied, to `out` if given."""
+    """The values as rows of `size`. If the last row must be padded with zeros, all are copied, to `out` if given."""
     missing = -values.numel() % size
     if missing or not values.numel():
         values = torch.cat([values, values.new_zeros(missing or size)], out=out)
@@ -89,17 +89,14 @@ def _num_blocks(numel: int) -> int:
 
 
 def _chunks(values: torch.Tensor) -> list[tuple[int, int]]:
-    """The first block and the end of parts of equal size, each of which is computed at once; all at once on a GPU."""
+    """The ranges of blocks, of equal size, that are computed in one pass; on a GPU one range."""
     num_blocks = _num_blocks(values.numel())
     count = -(-num_blocks * BLOCK // CHUNK) if values.device.type == "cpu" else 1
     return list(pairwise(num_blocks * number // count for number in range(count + 1)))
 
 
 def _noise(device: torch.device, start: int, numel: int) -> torch.Tensor:
-    """Numbers from 0 to 1: a part of an endless sequence that repeats itself.
-
-    Drawing them would take longer than all the rest.
-    """
+    """Numbers from 0 to 1, from a sequence that repeats endlessly. Drawing them would take longer than the rest."""
     table, start = _noise_table(device), start % NUM_OFFSETS
     if start + numel > len(table):
         table = table.repeat(-(-(start + numel) // len(table)))
@@ -108,6 +105,6 @@ def _noise(device: torch.device, start: int, numel: int) -> torch.Tensor:
 
 @cache
 def _noise_table(device: torch.device) -> torch.Tensor:
-    """The sequence, often enough for a chunk. Each number occurs once in it: over all offsets there is no bias."""
+    """The sequence, repeated to cover a chunk. Each number occurs once in it, so over all offsets there is no bias."""
     order = torch.randperm(NUM_OFFSETS, generator=torch.Generator().manual_seed(0))
     return order.to(torch.float32).add_(0.5).div_(NUM_OFFSETS).repeat(1 + CHUNK // NUM_OFFSETS).to(device)

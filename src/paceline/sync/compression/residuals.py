@@ -1,4 +1,4 @@
-"""What a worker has not sent so far, as a component of checkpoints."""
+"""What a worker has not sent yet, as a component of checkpoints."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any, Protocol
 
 class HasResiduals(Protocol):
     def residuals(self) -> Any:
-        """What this worker has not sent so far; None if there is nothing."""
+        """What this worker has not sent yet; None if there is nothing."""
 
     def load_residuals(self, saved: Any) -> None:
-        """Restore what `residuals` returned; None to begin without."""
+        """Restore what `residuals` returned; None to start without residuals."""
 
 
 class Residuals:
-    """The residuals of one worker. No other worker takes them over."""
+    """The residuals of one worker, which are never passed on to another."""
 
-    owner: HasResiduals | None = None  # None if this worker exchanges nothing, or nothing yet
+    owner: HasResiduals | None = None  # None until this worker exchanges something
 
     def state_dict(self) -> dict[str, Any]:
         return {"unsent": None if self.owner is None else self.owner.residuals()}

@@ -5,9 +5,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from paceline.core.settings import check, setting
-from paceline.sync.compression.names import Compression
+
+# Encodings by name. fp32 leaves values as they are.
+Compression = Literal["fp32", "bf16", "fp16", "int8", "int4", "sparse"]
+COMPRESSIONS: tuple[str, ...] = get_args(Compression)
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from paceline.sync.gradients.layout import memory_order
 class Division:
     """Who holds which piece of which parameter.
 
-    weights: by rank, the relative sizes of what workers hold. copies: holders of each piece. has_masters: holders
-    update float32 copies of weights in half precision. A parameter is divided when it is first trained, and keeps its
+    weights: by rank, the relative size of what a worker holds. copies: holders of each piece. has_masters: holders
+    update float32 copies of half-precision weights. A parameter is divided when it is first trained, and keeps its
     holders.
     """
 
@@ -38,7 +38,7 @@ class Division:
         self._masters: dict[int, torch.Tensor] = {}
 
     def cover(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Divide those of the parameters that are not divided yet. All workers make the same calls."""
+        """Divide the parameters that are not divided yet. All workers make the same calls."""
         new = {name: p for name, p in reversed([*parameters.items()]) if id(p) not in self._number_of}
         if not new:
             return
@@ -85,7 +85,7 @@ class Division:
         return loads
 
     def divided_among(self, ranks: Sequence[int]) -> dict[int, int]:
-        """Whole parameters among some of the workers: by id, the rank that holds most of one, or has least so far."""
+        """Assign whole parameters to `ranks`: by id, the rank that holds most of one; on ties the least loaded one."""
         held = {id(parameter): dict.fromkeys(ranks, 0) for parameter in self._parameters}
         for chunk in self.chunks:
             for piece in chunk.pieces:
@@ -107,19 +107,19 @@ class Division:
 
     @property
     def parameters(self) -> Sequence[torch.Tensor]:
-        """All that are divided, in the order in which they were."""
+        """All divided parameters, in the order of their division."""
         return self._parameters
 
     def own_pieces(self, parameter: torch.Tensor) -> list[torch.Tensor]:
-        """What this worker updates of a parameter: views of it, or masters of higher precision."""
+        """The pieces of a parameter that this worker updates: views of it, or masters of higher precision."""
         return self._own_of.get(id(parameter), [])
 
     def start_of(self, own: torch.Tensor) -> int:
-        """Where a piece of `own_pieces` begins in its parameter."""
+        """The offset of a piece of `own_pieces` in its parameter."""
         return self._start_of[id(own)]
 
     def view_of(self, own: torch.Tensor) -> torch.Tensor:
-        """The part of the parameter that a piece of `own_pieces` is, or is the master of."""
+        """The view of the parameter that corresponds to a piece of `own_pieces`."""
         return self._view_of[id(own)]
 
     def is_owner(self, own: torch.Tensor) -> bool:
@@ -127,7 +127,7 @@ class Division:
         return id(own) not in self._with_copies
 
     def updated(self, view: torch.Tensor) -> torch.Tensor:
-        """What a holder updates of a piece: its master if it has one, else the view of the parameter itself."""
+        """The tensor that a holder updates: the master of this view if it has one, else the view itself."""
         return self._masters.get(id(view), view)
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -136,7 +136,7 @@ class Division:
 
     @torch.no_grad()
     def copy_masters(self, *, to_weights: bool) -> None:
-        """Round the masters to the weights after an update, or make them anew from weights that were loaded."""
+        """Round the masters to the weights after an update, or set them from loaded weights."""
         views = [view for view in self._tensors.values() if id(view) in self._masters]
         masters = [self._masters[id(view)] for view in views]
         if views:
@@ -150,7 +150,7 @@ class Division:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a range of memory, each place once."""
+    """Whether the elements fill a contiguous range of memory without overlaps."""
     expected = 1
     for stride, size in sorted(memory_order(tensor)):
         if stride != expected:

@@ -1,8 +1,8 @@
 """The GPU kernels of exact sums. Imported only where Triton is installed.
 
-They read gradients at the addresses where autograd left them. A program has one chunk of one parameter. What it knows
-of the parameter is in tables: the address of its gradient (0 for one that is missing and counts as zeros), its number
-of elements, its first chunk, and its offset in flat buffers.
+They read gradients at the addresses where autograd left them. A program processes one chunk of one parameter. Tables
+have, by parameter, the address of its gradient (0 for a missing one, which counts as zeros), its number of elements,
+its first chunk, and its offset in flat buffers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def _load_chunk(
     addresses: tl.tensor, numels: tl.tensor, first_chunks: tl.tensor, owner: tl.tensor,
     DTYPE: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """The chunk's elements, where they are, which of them belong to the gradient, and their indices in it.
+    """The chunk's elements, their addresses, which of them belong to the gradient, and their indices in it.
 
     GROUP: elements loaded at a time, up to 16 bytes. Memory is allocated in larger groups.
     """
@@ -59,12 +59,12 @@ def add_rounded(
     anchor = tl.load(anchors + owner)
     value = (term + anchor) - anchor
     places = tl.multiple_of(tl.load(offsets + owner), BLOCK) + index
-    # To the end of the parameter's last block: what follows its elements is zero.
+    # To the end of the parameter's last block: the elements behind the parameter's are zero.
     mask = index < tl.multiple_of(tl.cdiv(tl.load(numels + owner), BLOCK) * BLOCK, BLOCK)
     if not IS_FIRST:
         value += tl.load(total + places, mask=mask, other=0.0)
     if IS_LAST:
-        # By way of float32, as torch converts float64 to half precision.
+        # Through float32, as torch converts float64 to half precision.
         result = value if mean.dtype.element_ty == tl.float64 else value.to(tl.float32).to(DTYPE)
         tl.store(mean + places, result, mask=mask)
     else:

@@ -19,7 +19,7 @@ Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 HEADROOM_BITS = 6
 CALIBRATION_HEADROOM_BITS = 11
 # A grid stays while the largest sum is this many bits below its limit, since moving it changes the rounding. Below that
-# range it shrinks by one bit per step: a gradient of rounding errors only (a bias before BatchNorm) varies widely.
+# range it shrinks by one bit per step: a gradient that is only rounding errors (a bias before BatchNorm) varies widely.
 COMFORT_BITS = (2, 12)
 _LEAST_COMFORTABLE = 2.0 ** (COMFORT_BITS[0] - COMFORT_BITS[1])  # relative to the largest
 # If the largest term is this many bits below the limit, it keeps the 24 bits of float32. Below, the grid is too coarse.
@@ -51,7 +51,7 @@ class Grids:
 
     @property
     def limits(self) -> tuple[Floats, Floats]:
-        """By tensor: what the sum of its terms may reach, and below which largest term its grid is too coarse."""
+        """By tensor: the limit of the sum of its terms, and the largest term below which its grid is too coarse."""
         return np.ldexp(1.0, self._tops), np.ldexp(1.0, self._tops - COARSEST_BITS)
 
     @property

@@ -18,12 +18,12 @@ BLOCK_NUMEL = 128
 class BucketLayout:
     """The parameters of one bucket, all of one dtype, and their offsets in a flat buffer of `numel` elements.
 
-    first: the index of its first parameter among those of all buckets. offsets: of the parameters, in elements.
+    first: the index of its first parameter in all buckets. offsets: of the parameters, in elements.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], first: int) -> None:
         self.first = first
-        self.slice = slice(first, first + len(parameters))  # of its parameters among those of all buckets
+        self.slice = slice(first, first + len(parameters))  # of its parameters among all buckets
         self.names = list(parameters)
         self.parameters = list(parameters.values())
         self.dtype = self.parameters[0].dtype
@@ -58,7 +58,7 @@ class BucketLayout:
     def peaks(self, peak_of_part: np.ndarray, first_parts: np.ndarray | None = None) -> np.ndarray:
         """Each parameter's maximum over its parts, which are the last dimension; NaN if there is a NaN.
 
-        first_parts: where the parts of each parameter that has elements begin. Default: the parts are the blocks.
+        first_parts: the index of the first part of each non-empty parameter. Default: the parts are the blocks.
         """
         firsts = self.first_blocks if first_parts is None else first_parts
         peaks = np.maximum.reduceat(peak_of_part, firsts, axis=-1, dtype=np.float64)

@@ -12,7 +12,7 @@ from paceline.sync.gradients.layout import BLOCK_NUMEL, BucketLayout
 
 # Blocks per chunk on a CPU: the intermediate values stay in the cache.
 CPU_BLOCKS = 1024
-# Micro-batches whose peaks are computed together, because small operations cost more than their work.
+# Micro-batches whose peaks are computed together, because small operations cost more than their computation.
 NUM_PEAKS = 8
 
 
@@ -48,7 +48,7 @@ class CollectedGradients:
 
     def collect(self, gradients: list[torch.Tensor | None]) -> None:
         """Copy them. One that is missing counts as zeros."""
-        if self._gaps:  # they have what another bucket left there
+        if self._gaps:  # another bucket may have written there
             torch._foreach_zero_(self._gaps)
         views, found = self.views, [gradient for gradient in gradients if gradient is not None]
         if len(found) < len(gradients):
@@ -61,11 +61,11 @@ class CollectedGradients:
 class RoundedAddition:
     """total += round(weight * gradient) over the flat buffers of one bucket, each block on its parameter's grid.
 
-    `take_peaks` returns each parameter's largest |weight * gradient| in the calls of `add` since the last time; it must
-    be called after `capacity` of them.
+    `take_peaks` returns each parameter's largest |weight * gradient| in the calls of `add` since the last `take_peaks`;
+    it must be called after `capacity` of them.
 
-    On a CPU the total has its blocks' anchors added to it after every other call, until `settle`: anchors of
-    alternating signs cancel, which saves a pass over all numbers.
+    On a CPU the total contains its blocks' anchors after every other call, until `settle`: anchors of alternating signs
+    cancel, which saves a pass over all numbers.
     """
 
     def __init__(
@@ -134,14 +134,14 @@ class RoundedAddition:
         return self._peaks
 
     def take_peaks(self) -> torch.Tensor:
-        """By call of `add` since the last time, and by parameter."""
+        """By call of `add` since the last `take_peaks`, and by parameter."""
         weights, self._weights = self._weights, []
         if self._layout.device.type != "cpu":
             return self._peaks[None]
         return torch.from_numpy(self._ends.peaks(len(weights)) * np.abs(weights)[:, None])
 
     def clear(self) -> None:
-        """The total is zero, and no peaks are known."""
+        """Set the total to zero and forget the peaks."""
         self._total.zero_()
         self._weights.clear()
         self._is_anchored = False
@@ -165,7 +165,7 @@ class RoundedAddition:
             self._ends.note(call, number)  # while the chunk is in the cache
 
     def settle(self) -> None:
-        """Let the total be the sum of the terms."""
+        """Remove the anchors, so that the total is the sum of the terms."""
         if self._is_anchored:
             self._is_anchored = False
             for _, total, _, negative, _ in self._chunks:
@@ -176,9 +176,9 @@ class RoundedAddition:
 
 
 class _Ends:
-    """The least and the largest number of the gradient, by call and segment.
+    """The minimum and maximum of the gradient, by call and segment.
 
-    A segment is the part of a parameter that lies in one chunk. NumPy finds the ends of many segments in one call.
+    A segment is the part of a parameter that lies in one chunk. NumPy reduces many segments in one call.
     """
 
     def __init__(self, layout: BucketLayout, gradient: torch.Tensor, num_calls: int) -> None:
@@ -198,7 +198,7 @@ class _Ends:
             self._chunks.append((values, (segments[own] - first) * BLOCK_NUMEL, ends))
 
     def note(self, call: int, number: int) -> None:
-        """Note the ends of a chunk's segments."""
+        """Record the minima and maxima of a chunk's segments."""
         values, starts, ends = self._chunks[number]
         if isinstance(values, torch.Tensor):
             values = values.float().numpy()

@@ -30,7 +30,7 @@ _dtype = attrgetter("dtype")
 def rounded_addition(
     layout: BucketLayout, collected: CollectedGradients, total: torch.Tensor, workspace: Workspace | None = None
 ) -> RoundedAddition:
-    """With the kernel where it can be used; the result is the same."""
+    """With the kernel if it can be used; the result is the same."""
     kernels = kernels_on(layout.device)
     if kernels is None or not layout.num_blocks:
         return RoundedAddition(layout, collected, total, workspace)
@@ -38,7 +38,7 @@ def rounded_addition(
 
 
 class GradientTables:
-    """What the kernels know of the parameters of a bucket, and where their gradients are."""
+    """The kernels' tables of a bucket's parameters and of the addresses of their gradients."""
 
     def __init__(self, layout: BucketLayout) -> None:
         self._device = layout.device
@@ -55,7 +55,7 @@ class GradientTables:
         self._tables: OrderedDict[tuple[int, ...], torch.Tensor] = OrderedDict()
 
     def addresses_of(self, gradients: list[torch.Tensor | None]) -> torch.Tensor | None:
-        """One per parameter, on the device; 0 for one that is missing. None if the kernels cannot read them."""
+        """One per parameter, on the device; 0 for a missing gradient. None if the kernels cannot read them."""
         if not self._has_layout(gradients):
             return None
         addresses = tuple([0 if gradient is None else gradient.data_ptr() for gradient in gradients])
@@ -71,7 +71,7 @@ class GradientTables:
         return table
 
     def _has_layout(self, gradients: list[torch.Tensor | None]) -> bool:
-        """Whether all have the dtype and memory layout of their parameter. Those that the user assigned may not."""
+        """Whether all have the dtype and memory layout of their parameter. Gradients that the user assigned may not."""
         likes = self._likes
         if not all(map(is_not, gradients, repeat(None))):
             likes = [like for like, gradient in zip(likes, gradients, strict=True) if gradient is not None]
@@ -84,7 +84,7 @@ class GradientTables:
 
 
 class KernelAddition(RoundedAddition):
-    """`RoundedAddition` by a kernel. Only gradients that it cannot read in place are collected first."""
+    """`RoundedAddition` by a kernel. Gradients that it cannot read in place are collected first."""
 
     def __init__(
         self, layout: BucketLayout, collected: CollectedGradients, total: torch.Tensor, kernels: Any, capacity: int = 1
@@ -120,7 +120,7 @@ class KernelAddition(RoundedAddition):
 
 
 class InPlaceTerms:
-    """The gradients of a step that has only one micro-batch, left where they are: they are their own sum."""
+    """The gradients of a step with a single micro-batch, left in place: they are their own sum."""
 
     def __init__(self, layout: BucketLayout, kernels: Any) -> None:
         self._layout = layout

@@ -1,8 +1,8 @@
-"""Mean gradients of which each worker gets its own pieces only.
+"""Mean gradients of which each worker gets only its own pieces.
 
-A bucket is added up in the memory of its owner as soon as it is complete. Beside its own sums a worker needs memory for
-the buckets in flight; with several micro-batches per step also for its sums of what others own, unless each micro-batch
-is exchanged.
+A bucket is summed in the memory of its owner as soon as it is complete. Besides its own sums a worker needs memory for
+the buckets in flight; with several micro-batches per step also for its sums of other workers' pieces, unless each
+micro-batch is exchanged.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class _InFlight(NamedTuple):
 class ShardedGradients(MeanGradients):
     """After `finish`, the pieces that this worker owns have their mean gradient as `.grad`. Parameters have none.
 
-    every_micro_batch: exchange each micro-batch, instead of adding up a worker's own ones first. It needs less memory
-    and exchanges more.
+    every_micro_batch: exchange each micro-batch, instead of summing a worker's own ones first. This needs less memory
+    and more exchanges.
     """
 
     def __init__(self, *args: Any, shards: Shards, every_micro_batch: bool = False, **settings: Any) -> None:
@@ -53,7 +53,7 @@ class ShardedGradients(MeanGradients):
     def _make_sums(self, tail_numel: int) -> torch.Tensor:
         buckets = self._shards.buckets
         self._rank = self._communicator.world.rank
-        self._in_flight.clear()  # what a lost worker has interrupted
+        self._in_flight.clear()  # exchanges that the loss of a worker interrupted
         self._bucket_by_layout = {id(bucket.layout): bucket for bucket in buckets}
         largest = max(bucket.layout.numel for bucket in buckets)
         dtypes = {bucket.layout.dtype for bucket in buckets}
@@ -96,8 +96,8 @@ class ShardedGradients(MeanGradients):
     def _send_complete(self) -> None:
         before = len(self._pending)
         super()._send_complete()
-        # A gradient that is gone before the others are computed costs no memory. After a bare loss.backward() it stays:
-        # there is a check that nobody has changed it.
+        # Dropping a gradient before the others are computed saves memory. After a bare loss.backward() it is kept for
+        # the check that it was not changed.
         if len(self._pending) > before and not self._watch.hooks_per_parameter:
             next_bucket = self._sums[len(self._pending)].layout.slice
             for index in range(self._sums[before].layout.slice.start, next_bucket.start):
@@ -127,7 +127,7 @@ class ShardedGradients(MeanGradients):
         self._sent_numbers = self._communicator.all_reduce(self._numbers_space)
 
     def _end_round(self) -> None:
-        """Send what was not sent yet."""
+        """Send the buckets that were not sent yet."""
         for sums in self._sums[len(self._pending) :]:
             bucket = self._bucket_of_sums(sums)
             self._make_room(bucket)
@@ -163,8 +163,8 @@ class ShardedGradients(MeanGradients):
     def _publish(self, numbers: StepNumbers) -> None:
         if self._shards.division.copies > 1 and self._has_buffers and any(numbers.changed_buffers):
             raise MisuseError(
-                "the model changes a buffer in its forward that is not BatchNorm's. Its value is on one worker, and a "
-                "step could not be completed without that worker: leave redundancy= out"
+                "the model's forward changes a buffer that is not a statistic of BatchNorm. Only one worker has its "
+                "value, so a step could not be completed without that worker: leave redundancy= out"
             )
         used = self._used_by_all(numbers)
         self._shards.used = {id(p) for p, is_used in zip(self._parameters, used, strict=True) if is_used}

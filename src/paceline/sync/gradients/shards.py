@@ -1,7 +1,7 @@
-"""Exchanges where a model is divided among the workers: gradients go to those who hold a piece, new weights to all.
+"""Exchanges for a model that is divided among the workers: gradients go to the holders of a piece, new weights to all.
 
-The owner of a bucket has memory for it. There its gradients are added up, and after the update it holds the new
-weights, which the other workers copy.
+The owner of a bucket has memory for it, in which gradients are summed. After the update it has the new weights, which
+the other workers copy.
 """
 
 from __future__ import annotations
@@ -121,13 +121,13 @@ class Shards:
         torch._foreach_copy_(bucket.layout.parameters, self._views_of(bucket, memory))
 
     def _views_of(self, bucket: Bucket, memory: torch.Tensor) -> list[torch.Tensor]:
-        """The pieces of a bucket in memory that is the same in every step."""
+        """The pieces of a bucket in its memory, which is the same in every step."""
         if bucket.number not in self._views:
             self._views[bucket.number] = bucket.layout.views(memory)
         return self._views[bucket.number]
 
     def _check_memory(self) -> None:
-        """The pieces are views of the parameters' memory."""
+        """Raise if a parameter's memory was replaced: the pieces are views of it."""
         for (name, parameter), address in zip(self.trained.items(), self._addresses, strict=True):
             if parameter.data_ptr() != address:
                 raise MisuseError(
