@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 import pytest
@@ -112,6 +113,8 @@ def test_a_client_that_is_far_behind_fetches_everything_again(
 def test_the_run_its_log_and_its_checkpoints(client: Client, files: RunFiles) -> None:
     (files.ranks / "rank-1.err").write_text("before\n")
     with client.stream(f"/api/stream?run={files.root.name}&log=1") as events:
+        data, _ = next(of_kind(events, "log"))
+        assert data == {"rank": 1, "stream": "err", "lines": ["before"], "is_cut": True}
         first, _ = next(of_kind(events, "run"))
         assert (first["state"], first["step"]) == ("live", 1)
         with (files.ranks / "rank-1.err").open("a") as file:
@@ -133,6 +136,45 @@ def test_a_run_that_is_killed_is_noticed_without_a_write(client: Client, files: 
         files.status.write_text(json.dumps(status | {"process_started": 1}))
         states = (data["state"] for data, _ in of_kind(events, "run"))
         assert next(state for state in states if state != "live") == "crashed"
+
+
+def test_growth_travels_together_and_with_the_next_news(
+    client: Client, files: RunFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = Semaphore(0)
+    has_news = stream_module.RunSource.has_news
+
+    def has_news_and_tells(source: stream_module.RunSource) -> bool:
+        looked.release()
+        return has_news(source)
+
+    monkeypatch.setattr(stream_module.RunSource, "has_news", has_news_and_tells)
+    with client.stream(f"/api/stream?run={files.root.name}&every=60") as events:
+        assert next(of_kind(events, "run"))[0]["is_news"]
+        for step in (2, 3):
+            append(files.metrics, row(step))
+            for _ in range(2):
+                assert looked.acquire(timeout=60)
+        append(files.events, {"time": 1.0, "step": 3, "event": "save", "details": {}})
+        found = [next(events)[:2] for _ in range(3)]
+        assert [name for name, _ in found] == ["metrics", "events", "run"]
+        assert [json.loads(line)["step"] for line in found[0][1]["lines"]] == [2, 3]
+        assert not found[2][1]["is_news"]  # an event; neither the state nor a verdict
+        append(files.metrics, row(4))
+        status = json.loads(files.status.read_text())
+        files.status.write_text(json.dumps(status | {"state": "finished"}))
+        assert steps(events, 1) == [4]
+        data, _ = next(of_kind(events, "run"))
+        assert (data["state"], data["is_news"]) == ("finished", True)
+
+
+def test_a_run_that_comes_is_news_of_the_list(client: Client, files: RunFiles, tmp_path: Path) -> None:
+    with client.stream("/api/stream?every=60") as events:
+        next(of_kind(events, "runs"))
+        append(files.metrics, row(2))
+        other = make_run(tmp_path, "other", minutes=1)
+        data, _ = next(of_kind(events, "runs"))
+        assert other.root.name in [each["id"] for each in data["rows"]]
 
 
 def test_a_deleted_run_is_gone(client: Client, files: RunFiles) -> None:

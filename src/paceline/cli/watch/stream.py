@@ -2,6 +2,8 @@
 
 Each client has offsets of its own into the files, so there is nothing to share, and nothing to fall behind with: a
 client that does not read is disconnected, and continues at its offsets when it comes back.
+
+A client says how often it shows what merely grows: so often that is built and sent. News do not wait for it.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from paceline.cli.watch.safe_files import file_stat, folder_stamp
 from paceline.observe.json_lines import parse_lines, to_json
 
 POLL_S = 1.0
+MAX_INTERVAL_S = 60.0
 COMMENT_INTERVAL_S = 10.0
 MAX_STREAMS = 64
 # File systems may have other clocks.
@@ -55,7 +58,7 @@ class Streams:
                 return
             source = RunSource(self._runs, run, query)
         self._num_open += 1
-        sender = asyncio.create_task(self._send(source, send))
+        sender = asyncio.create_task(self._send(source, _interval_s(query.get("every")), send))
         gone = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait((sender, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -66,13 +69,21 @@ class Streams:
             sender.cancel()
             gone.cancel()
 
-    async def _send(self, source: RunSource | ListSource, send: Send) -> None:
+    async def _send(self, source: RunSource | ListSource, interval_s: float, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": b"retry: 1000\n\n", "more_body": True})
-        sent_at = monotonic()
+        due, sent_at = 0.0, monotonic()
+
+        def found() -> list[Event]:
+            nonlocal due
+            if monotonic() < due and not source.has_news():
+                return []
+            due = monotonic() + interval_s
+            return list(source.new())
+
         while True:
-            events = await asyncio.to_thread(lambda: list(source.new()))
+            events = await asyncio.to_thread(found)
             if events:
                 texts = [f"event: {name}\ndata: {to_json(data)}\n\n" for name, data in events]
                 if source.id:  # with the last one: those before it are delivered by then
@@ -104,6 +115,12 @@ class ListSource:
         self._since: float | None = since
         self._sent: dict[str, dict[str, Any]] = {}
 
+    def has_news(self) -> bool:
+        """Whether runs came, went, or ended."""
+        return {run.id: run.state for run in self._runs.all()} != {
+            run_id: row["state"] for run_id, row in self._sent.items()
+        }
+
     def new(self) -> Iterator[Event]:
         rows = {run.id: run.row() for run in self._runs.all()}
         changed = [row for run_id, row in rows.items() if self._sent.get(run_id) != row]
@@ -123,6 +140,11 @@ class _Followed:
     path: Path
     offset: int
     inode: int | None = None
+
+    @property
+    def has_grown(self) -> bool:
+        found = file_stat(self.path)
+        return found is not None and found.st_size != self.offset
 
     def lines(self) -> list[bytes] | None:
         """New ones; None if the file is another one, or too much was added."""
@@ -153,11 +175,17 @@ class RunSource:
         self._events = _Followed(files.events, _offset(query.get("events"), files.events))
         self._logs = _Logs(run) if query.get("log") == "1" else None
         self._view: dict[str, Any] = {}
+        self._news: Any = None
         self._checkpoints: int | None = None  # when the folder changed
 
     @property
     def id(self) -> str:
         return f"metrics={self._metrics.offset}&events={self._events.offset}"
+
+    def has_news(self) -> bool:
+        """Whether something happened that a page shows at once."""
+        run = self._runs.find(self._run.id)
+        return self._events.has_grown or run is None or view.news_of(view.view(run)) != self._news
 
     def new(self) -> Iterator[Event]:
         lines, happened = self._metrics.lines(), self._events.lines()
@@ -176,8 +204,9 @@ class RunSource:
             yield from self._logs.new()
         found = view.view(run)
         if found | {"now": 0} != self._view:
-            self._view = found | {"now": 0}
-            yield "run", found
+            self._view, news = found | {"now": 0}, view.news_of(found)
+            yield "run", found | {"is_news": news != self._news}
+            self._news = news
         stamp = folder_stamp(run.files.checkpoints)
         if stamp != self._checkpoints:
             if self._checkpoints is not None:
@@ -187,25 +216,22 @@ class RunSource:
 
 @dataclass
 class _Logs:
-    """New lines of the workers' output."""
+    """The workers' output: its last lines, then new ones."""
 
     run: RunEntry
     offsets: dict[Path, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.offsets = {path: found.st_size for _, _, path in view.rank_files(self.run) if (found := file_stat(path))}
 
     def new(self) -> Iterator[Event]:
         for rank, kind, path in view.rank_files(self.run):
             found = file_stat(path)
             if kind == "json" or found is None:
                 continue
-            before = self.offsets.get(path, 0)
+            before = self.offsets.get(path, -1)  # the last lines of a file that was not sent are cut
             if found.st_size < before:
                 before = 0  # written anew
-            if found.st_size == before:
+            if found.st_size in (0, before):
                 continue
-            start = max(before, found.st_size - view.LOG_BYTES)
+            start = max(before, 0, found.st_size - view.LOG_BYTES)
             with path.open("rb") as file:
                 file.seek(start)
                 content, newline, _ = file.read(found.st_size - start).rpartition(b"\n")
@@ -217,6 +243,10 @@ class _Logs:
 
 def _offset(text: str | None, path: Path) -> int:
     return int(text) if text is not None and text.isdecimal() and len(text) < 19 else view.end_of(path)
+
+
+def _interval_s(text: str | None) -> float:
+    return min(float(text), MAX_INTERVAL_S) if text is not None and text.isdecimal() and len(text) < 19 else 0.0
 
 
 def _time(text: str | None) -> float:

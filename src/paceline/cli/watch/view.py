@@ -58,6 +58,12 @@ def view(run: RunEntry) -> dict[str, Any]:
     }
 
 
+def news_of(found: Mapping[str, Any]) -> Any:
+    """What of a view is shown at once when it changes: whether the run goes on, what holds it back, who has left."""
+    verdicts = [(verdict["kind"], verdict["severity"], verdict["ranks"]) for verdict in found["verdicts"]]
+    return found["state"], found["reason"], verdicts, [worker["is_alive"] for worker in found["workers"]]
+
+
 def plan_of(run: RunEntry) -> dict[str, Any] | None:
     """What `paceline plan --run` predicted: a sentence, and a row per alternative."""
     found = document(run.files.plan)

@@ -6,9 +6,17 @@
 
 /** The part of the main thread's time for drawing what merely grows; other threads take about as much again. */
 const MAX_PART = 0.0015;
-const MAX_WAIT_MS = 5000;
+/** The longest wait between two frames; the longer one when nobody has touched the page for a minute. */
+const MAX_WAIT_S = 4,
+  MAX_UNTOUCHED_WAIT_S = 16,
+  UNTOUCHED_AFTER_MS = 60_000;
 
 export class Pace {
+  /** Seconds between two frames that show what has grown: a power of two, so that it seldom changes. */
+  interval_s = 1;
+  /** Called when the interval has changed. */
+  onchange = () => {};
+  #touched_ms = performance.now();
   #due = new Set();
   #frame = 0;
   #timer = 0;
@@ -39,7 +47,17 @@ export class Pace {
     else this.#request();
   }
 
+  /** The user did something: what has grown is shown sooner for a while. */
+  touch() {
+    this.#touched_ms = performance.now();
+    if (this.interval_s <= MAX_WAIT_S) return;
+    this.#restsUntil_ms = 0;
+    if (this.#timer) this.#request();
+    this.#setInterval(MAX_WAIT_S);
+  }
+
   close() {
+    this.onchange = () => {};
     this.#due.clear();
     clearTimeout(this.#timer);
     cancelAnimationFrame(this.#frame);
@@ -67,8 +85,18 @@ export class Pace {
   #rest() {
     const now_ms = performance.now(),
       cost_ms = now_ms - this.#began_ms;
+    const most_s = now_ms - this.#touched_ms < UNTOUCHED_AFTER_MS ? MAX_WAIT_S : MAX_UNTOUCHED_WAIT_S;
     // The lower of two: a frame may be slow once, as the first one is.
-    this.#restsUntil_ms = now_ms + Math.min(MAX_WAIT_MS, Math.min(cost_ms, this.#lastCost_ms) / MAX_PART);
+    const rest_s = Math.min(most_s, Math.min(cost_ms, this.#lastCost_ms) / MAX_PART / 1e3);
+    this.#restsUntil_ms = now_ms + 1e3 * rest_s;
     this.#lastCost_ms = cost_ms;
+    if (rest_s > this.interval_s || rest_s < this.interval_s / 4)
+      this.#setInterval(2 ** Math.max(0, Math.ceil(Math.log2(rest_s))));
+  }
+
+  #setInterval(interval_s) {
+    if (interval_s === this.interval_s) return;
+    this.interval_s = interval_s;
+    this.onchange();
   }
 }
