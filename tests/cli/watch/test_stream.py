@@ -24,6 +24,7 @@ LIVE = {"state": "running", "pid": os.getpid(), "process_started": process_start
 @pytest.fixture
 def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     monkeypatch.setattr(stream_module, "POLL_S", 0.01)
+    monkeypatch.setattr(stream_module, "SLOW_POLL_S", 0.01)
     monkeypatch.setattr(runs_module, "SCAN_INTERVAL_S", 0.02)
     monkeypatch.setattr(runs_module, "SCAN_INTERVAL_RATIO", 0.0)
     with served(tmp_path) as client:
