@@ -3,8 +3,9 @@
 One run of `paceline train` goes on throughout, on as many workers as there are cores. Each contestant is a set of
 processes that share these cores with the workers, and that are suspended in the turns of the others. What a server and
 a page missed while they were suspended they catch up with before their turn begins. Steps per second come from the
-run's own metrics, so that a turn has no cost of its own. A turn is several times as long as the longest pause of a page
-between two frames (`pace.js`).
+run's own metrics, so that a turn has no cost of its own. A turn is as long as the longest pause of a page between two
+frames (`pace.js`), or a multiple of it: since a page draws when its turn begins, each has as many frames as it would
+have without the other turns.
 
 - Chromium shows the page, without a GPU, beside the server: everything that a page costs, on one machine.
 - Chromium shows about:blank: what a browser costs whatever it shows.

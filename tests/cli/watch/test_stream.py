@@ -118,10 +118,12 @@ def test_the_run_its_log_and_its_checkpoints(client: Client, files: RunFiles) ->
         assert data == {"rank": 1, "stream": "err", "lines": ["before"], "is_cut": True}
         first, _ = next(of_kind(events, "run"))
         assert (first["state"], first["step"]) == ("live", 1)
+        saved = next(of_kind(events, "checkpoints"))
         with (files.ranks / "rank-1.err").open("a") as file:
             file.write("new <b>line</b>\nhalf")
         data, _ = next(of_kind(events, "log"))
         assert data == {"rank": 1, "stream": "err", "lines": ["new <b>line</b>"], "is_cut": False}
+        assert saved[0]["checkpoints"] == []
         folder = files.checkpoints / "step-00000001"
         folder.mkdir()
         (folder / "manifest.json").write_text("{}")
@@ -154,12 +156,15 @@ def test_growth_travels_together_and_with_the_next_news(
         assert next(of_kind(events, "run"))[0]["is_news"]
         for step in (2, 3):
             append(files.metrics, row(step))
+            append(files.events, {"time": 1.0, "step": step, "event": "plan", "details": {}})
             for _ in range(2):
                 assert looked.acquire(timeout=60)
         append(files.events, {"time": 1.0, "step": 3, "event": "save", "details": {}})
+        next(of_kind(events, "checkpoints"))  # of the first look
         found = [next(events)[:2] for _ in range(3)]
         assert [name for name, _ in found] == ["metrics", "events", "run"]
         assert [json.loads(line)["step"] for line in found[0][1]["lines"]] == [2, 3]
+        assert [event["event"] for event in found[1][1]["events"]] == ["plan", "plan", "save"]
         assert not found[2][1]["is_news"]  # an event; neither the state nor a verdict
         append(files.metrics, row(4))
         status = json.loads(files.status.read_text())

@@ -29,7 +29,7 @@ SLOW_POLL_S = 2.0
 MAX_INTERVAL_S = 60.0
 # Plans of noisy machines change every second. The other events are news.
 FREQUENT_EVENT = "plan"
-COMMENT_INTERVAL_S = 10.0
+COMMENT_INTERVAL_S = 20.0
 MAX_STREAMS = 64
 # File systems may have other clocks.
 CLOCK_S = 5.0
@@ -223,9 +223,8 @@ class RunSource:
             self._news = news
         stamp = folder_stamp(run.files.checkpoints)
         if stamp != self._checkpoints:
-            if self._checkpoints is not None:
-                yield "checkpoints", view.checkpoints_of(run)
             self._checkpoints = stamp
+            yield "checkpoints", view.checkpoints_of(run)
 
 
 @dataclass

@@ -42,7 +42,7 @@ class App {
     onTheme(() => this.#page?.redraw());
     addEventListener("keydown", event => this.#key(event));
     document.addEventListener("visibilitychange", () => this.#page?.follow());
-    for (const name of ["pointerdown", "pointermove", "keydown", "scroll"])
+    for (const name of ["pointerdown", "pointermove", "wheel", "keydown"])
       addEventListener(name, () => this.#page?.board.pace.touch(), {capture: true, passive: true});
   }
 
