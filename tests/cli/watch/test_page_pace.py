@@ -180,8 +180,8 @@ def test_the_page_is_drawn_less_often_while_nobody_touches_it(page: Page) -> Non
             performance.now = now;
         }
     }""")
-    assert (in_use, untouched, waited, touched) == (4, 16, 0, 4)
-    assert drawn == [4, 16, 4]
+    assert (in_use, untouched, waited, touched) == (4, 32, 0, 4)
+    assert drawn == [4, 32, 4]
 
 
 def test_seconds_that_are_seldom_written_are_not_shown(page: Page) -> None:

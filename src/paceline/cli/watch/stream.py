@@ -24,7 +24,8 @@ from paceline.cli.watch.safe_files import file_stat, folder_stamp
 from paceline.observe.json_lines import parse_lines, to_json
 
 POLL_S = 1.0
-# For clients that show growth less often. A look costs about 2 ms on cores that train; a fault is named within 5 s.
+# For clients that show growth less often, while there is some: a look takes 3 ms on cores that train. A run that stands
+# still is looked at every second, since its fault is to be named within 5 s.
 SLOW_POLL_S = 2.0
 MAX_INTERVAL_S = 60.0
 # Plans of noisy machines change every second. The other events are news.
@@ -101,7 +102,7 @@ class Streams:
                 sent_at = monotonic()
             if any(name == "gone" for name, _ in events):
                 break
-            await asyncio.sleep(SLOW_POLL_S if interval_s >= SLOW_POLL_S else POLL_S)
+            await asyncio.sleep(SLOW_POLL_S if source.is_growing and interval_s >= SLOW_POLL_S else POLL_S)
         await send({"type": "http.response.body", "body": b""})
 
 
@@ -114,6 +115,7 @@ class ListSource:
     """Rows that changed."""
 
     id = ""
+    is_growing = True
 
     def __init__(self, runs: Runs, since: float) -> None:
         """since: when the client fetched the list, as Unix time."""
@@ -179,6 +181,8 @@ class RunSource:
         self._happened: list[dict[str, Any]] = []  # events that were read and not sent
         self._view: dict[str, Any] = {}
         self._news: Any = None
+        self._metrics_bytes = 0
+        self.is_growing = True  # since the look before
         self._checkpoints: int | None = None  # when the folder changed
 
     @property
@@ -190,8 +194,14 @@ class RunSource:
         self._read_events()
         if self._is_other or any(event["event"] != FREQUENT_EVENT for event in self._happened):
             return True
-        run = self._runs.find(self._run.id)
+        run = self._find()
         return run is None or view.news_of(view.view(run)) != self._news
+
+    def _find(self) -> RunEntry | None:
+        run = self._runs.find(self._run.id)
+        if run is not None:
+            self.is_growing, self._metrics_bytes = run.metrics_bytes != self._metrics_bytes, run.metrics_bytes
+        return run
 
     def _read_events(self) -> None:
         lines = self._events.lines()
@@ -210,7 +220,7 @@ class RunSource:
         if self._happened:
             yield "events", {"events": self._happened, "offset": self._events.offset}
             self._happened = []
-        run = self._runs.find(self._run.id)
+        run = self._find()
         yield from [("gone", {})] if run is None else self._changes(run)
 
     def _changes(self, run: RunEntry) -> Iterator[Event]:

@@ -4,11 +4,12 @@
  * measured: where software draws it on cores that train, some 20 ms of CPU time.
  */
 
-/** The part of the main thread's time for drawing what merely grows; other threads take about as much again. */
-const MAX_PART = 0.0015;
-/** The longest wait between two frames; the longer one when nobody has touched the page for a minute. */
-const MAX_WAIT_S = 4,
-  MAX_UNTOUCHED_WAIT_S = 16,
+/**
+ * The part of the main thread's time for drawing what merely grows, where other threads take 1.5 times as much, and the
+ * longest wait between two frames: while somebody uses the page, and after nobody has touched it for a minute.
+ */
+const IN_USE = {maxPart: 0.0015, maxWait_s: 4},
+  UNTOUCHED = {maxPart: 0.0005, maxWait_s: 32},
   UNTOUCHED_AFTER_MS = 60_000;
 
 export class Pace {
@@ -50,10 +51,10 @@ export class Pace {
   /** The user did something: what has grown is shown sooner for a while. */
   touch() {
     this.#touched_ms = performance.now();
-    if (this.interval_s <= MAX_WAIT_S) return;
+    if (this.interval_s <= IN_USE.maxWait_s) return;
     this.#restsUntil_ms = 0;
     if (this.#timer) this.#request();
-    this.#setInterval(MAX_WAIT_S);
+    this.#setInterval(IN_USE.maxWait_s);
   }
 
   close() {
@@ -85,9 +86,9 @@ export class Pace {
   #rest() {
     const now_ms = performance.now(),
       cost_ms = now_ms - this.#began_ms;
-    const most_s = now_ms - this.#touched_ms < UNTOUCHED_AFTER_MS ? MAX_WAIT_S : MAX_UNTOUCHED_WAIT_S;
+    const {maxPart, maxWait_s} = now_ms - this.#touched_ms < UNTOUCHED_AFTER_MS ? IN_USE : UNTOUCHED;
     // The lower of two: a frame may be slow once, as the first one is.
-    const rest_s = Math.min(most_s, Math.min(cost_ms, this.#lastCost_ms) / MAX_PART / 1e3);
+    const rest_s = Math.min(maxWait_s, Math.min(cost_ms, this.#lastCost_ms) / maxPart / 1e3);
     this.#restsUntil_ms = now_ms + 1e3 * rest_s;
     this.#lastCost_ms = cost_ms;
     if (rest_s > this.interval_s || rest_s < this.interval_s / 4)
