@@ -195,7 +195,7 @@ class RunSource:
         if self._is_other or any(event["event"] != FREQUENT_EVENT for event in self._happened):
             return True
         run = self._find()
-        return run is None or view.news_of(view.view(run)) != self._news
+        return run is None or view.news_of(run) != self._news
 
     def _find(self) -> RunEntry | None:
         run = self._runs.find(self._run.id)
@@ -228,7 +228,7 @@ class RunSource:
             yield from self._logs.new()
         found = view.view(run)
         if found | {"now": 0} != self._view:
-            self._view, news = found | {"now": 0}, view.news_of(found)
+            self._view, news = found | {"now": 0}, view.news_of(run)
             yield "run", found | {"is_news": news != self._news}
             self._news = news
         stamp = folder_stamp(run.files.checkpoints)
