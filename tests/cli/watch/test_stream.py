@@ -174,6 +174,18 @@ def test_growth_travels_together_and_with_the_next_news(
         assert (data["state"], data["is_news"]) == ("finished", True)
 
 
+def test_whether_a_run_grows_decides_how_soon_it_is_looked_at_again(files: RunFiles, tmp_path: Path) -> None:
+    runs = runs_module.Runs(tmp_path)
+    run = runs.find(files.root.name)
+    assert run is not None
+    source = stream_module.RunSource(runs, run, {})
+    list(source.new())
+    assert (source.has_news(), source.is_growing) == (False, False)
+    append(files.metrics, row(2))
+    assert (source.has_news(), source.is_growing) == (False, True)
+    assert (source.has_news(), source.is_growing) == (False, False)
+
+
 def test_a_run_that_comes_is_news_of_the_list(client: Client, files: RunFiles, tmp_path: Path) -> None:
     with client.stream("/api/stream?every=60") as events:
         next(of_kind(events, "runs"))
