@@ -95,7 +95,9 @@ def first_picture(folder: Path, picture: Callable[[Server], None], peaks: list[f
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--turns", type=int, default=7, help="alternations of the training (default: %(default)s)")
-    parser.add_argument("--turn-s", type=float, default=10.0, help="seconds of a turn (default: %(default)s)")
+    parser.add_argument(
+        "--turn-s", type=float, default=32.0, help="seconds of a turn, a multiple of 16 (default: %(default)s)"
+    )
     parser.add_argument("--pictures", type=int, default=5, help="first pictures of each kind (default: %(default)s)")
     parser.add_argument("--lines", type=int, default=1_000_000, help="of the long run (default: %(default)s)")
     parser.add_argument("--runs", type=int, default=1000, help="in the large folder (default: %(default)s)")

@@ -3,8 +3,9 @@
 One run of `paceline train` goes on throughout, on as many workers as there are cores. Each contestant is a set of
 processes that share these cores with the workers, and that are suspended in the turns of the others. What a server and
 a page missed while they were suspended they catch up with before their turn begins. Steps per second come from the
-run's own metrics, so that a turn has no cost of its own. A turn is several times as long as the longest pause of a page
-between two frames (`pace.js`).
+run's own metrics, so that a turn has no cost of its own. A turn is as long as the longest pause of a page between two
+frames (`pace.js`), or a multiple of it: since a page draws when its turn begins, each has as many frames as it would
+have without the other turns.
 
 - Chromium shows the page, without a GPU, beside the server: everything that a page costs, on one machine.
 - Chromium shows about:blank: what a browser costs whatever it shows.
@@ -38,6 +39,7 @@ from paceline.observe.run_files import RunFiles
 WITHOUT, REQUESTS = "no browser", "the page's requests only"
 BLANK, PAGE = "Chromium on about:blank", "Chromium on the page"
 SETTLE_S = 2.0
+WARM_UP_S = 4.0
 
 PARTS = """
 import torch
@@ -93,23 +95,22 @@ def measure_training(folder: Path, num_turns: int, turn_s: float) -> Training:
 def _take_turns(files: RunFiles, contestants: Mapping[str, Sequence[int]], num_turns: int, turn_s: float) -> Training:
     found = Training()
 
-    def turn(name: str) -> float:
+    def turn(name: str, seconds: float) -> float:
         _signal([pid for other, own in contestants.items() for pid in own if other != name], signal.SIGSTOP)
         _signal(contestants[name], signal.SIGCONT)
         time.sleep(SETTLE_S)
         cpu_s = cpu_s_of(contestants[name])
         (step, at), delay_s, began = last_line(files), run_delay_s(files), time.monotonic()
-        time.sleep(turn_s)
+        time.sleep(seconds)
         (later_step, later), later_delay_s, ended = last_line(files), run_delay_s(files), time.monotonic()
         found.delays.setdefault(name, []).append((later_delay_s - delay_s) / (ended - began))
         found.cores.setdefault(name, []).append((cpu_s_of(contestants[name]) - cpu_s) / (ended - began))
         return (later_step - step) / (later - at)
 
-    turns = {name: partial(turn, name) for name in contestants}
-    alternate(turns, 1)
+    alternate({name: partial(turn, name, min(turn_s, WARM_UP_S)) for name in contestants}, 1)
     found.delays.clear()
     found.cores.clear()
-    found.rates = alternate(turns, num_turns)
+    found.rates = alternate({name: partial(turn, name, turn_s) for name in contestants}, num_turns)
     return found
 
 

@@ -143,3 +143,78 @@ def test_what_the_user_does_is_drawn_at_once_although_drawing_is_slow(page: Page
     }""")
     assert waited == 0
     assert asked >= 1
+
+
+def test_the_page_is_drawn_less_often_while_nobody_touches_it(page: Page) -> None:
+    """Drawing takes 200 ms, and a minute passes at once. A touch ends the longer wait."""
+    page.evaluate(TWO_PLOTS)
+    in_use, untouched, waited, touched, drawn = page.evaluate("""async () => {
+        const {pace} = window.board, changes = [];
+        pace.onchange = () => changes.push(pace.interval_s);
+        let count = 0;
+        const slow = () => {
+            const until_ms = performance.now() + 200;
+            while (performance.now() < until_ms);
+            count++;
+        };
+        const now = performance.now.bind(performance);
+        const drawLater = async later_ms => {
+            performance.now = () => now() + later_ms;
+            const before = count;
+            pace.soon(slow);
+            await window.until(() => count > before);
+            await window.frames(3);  // the cost is known after the frame
+        };
+        try {
+            for (let i = 0; i < 3; i++) await drawLater(10e3 * i);
+            const inUse = pace.interval_s;
+            await drawLater(100e3);
+            const untouched = pace.interval_s, before = count;
+            pace.soon(slow);
+            await window.frames(5);
+            const waited = count - before;
+            pace.touch();
+            await window.until(() => count > before);
+            return [inUse, untouched, waited, pace.interval_s, changes];
+        } finally {
+            performance.now = now;
+        }
+    }""")
+    assert (in_use, untouched, waited, touched) == (4, 16, 0, 4)
+    assert drawn == [4, 16, 4]
+
+
+def test_seconds_that_are_seldom_written_are_not_shown(page: Page) -> None:
+    assert page.evaluate("""async () => {
+        const {ago} = await import("/page/format.js");
+        return [[0.5, 1], [3.5, 1], [3.5, 4], [9, 4], [70, 16]].map(([age, interval]) => ago(100, 100 + age, interval));
+    }""") == ["now", "3 s ago", "seconds ago", "9 s ago", "1 min ago"]
+
+
+def test_a_hidden_page_has_no_stream(page: Page) -> None:
+    assert page.evaluate("""async () => {
+        const {LiveSource} = await import("/page/source.js"), open = LiveSource.prototype.stream;
+        let isHidden = false;
+        const streams = [];
+        Object.defineProperty(document, "hidden", {configurable: true, get: () => isHidden});
+        LiveSource.prototype.stream = function (...values) {
+            const close = open.apply(this, values), index = streams.push(true) - 1;
+            return () => {
+                streams[index] = false;
+                close();
+            };
+        };
+        const numOpen = () => streams.filter(isOpen => isOpen).length, found = [];
+        try {
+            for (isHidden of [false, true, false, true]) {
+                document.dispatchEvent(new Event("visibilitychange"));
+                await window.until(() => numOpen() === (isHidden ? 0 : 1));
+                found.push(numOpen());
+            }
+            return found;
+        } finally {
+            LiveSource.prototype.stream = open;
+            delete document.hidden;
+            document.dispatchEvent(new Event("visibilitychange"));
+        }
+    }""") == [1, 0, 1, 0]

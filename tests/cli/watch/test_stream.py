@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ LIVE = {"state": "running", "pid": os.getpid(), "process_started": process_start
 @pytest.fixture
 def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
     monkeypatch.setattr(stream_module, "POLL_S", 0.01)
+    monkeypatch.setattr(stream_module, "SLOW_POLL_S", 0.01)
     monkeypatch.setattr(runs_module, "SCAN_INTERVAL_S", 0.02)
     monkeypatch.setattr(runs_module, "SCAN_INTERVAL_RATIO", 0.0)
     with served(tmp_path) as client:
@@ -112,12 +114,16 @@ def test_a_client_that_is_far_behind_fetches_everything_again(
 def test_the_run_its_log_and_its_checkpoints(client: Client, files: RunFiles) -> None:
     (files.ranks / "rank-1.err").write_text("before\n")
     with client.stream(f"/api/stream?run={files.root.name}&log=1") as events:
+        data, _ = next(of_kind(events, "log"))
+        assert data == {"rank": 1, "stream": "err", "lines": ["before"], "is_cut": True}
         first, _ = next(of_kind(events, "run"))
         assert (first["state"], first["step"]) == ("live", 1)
+        saved = next(of_kind(events, "checkpoints"))
         with (files.ranks / "rank-1.err").open("a") as file:
             file.write("new <b>line</b>\nhalf")
         data, _ = next(of_kind(events, "log"))
         assert data == {"rank": 1, "stream": "err", "lines": ["new <b>line</b>"], "is_cut": False}
+        assert saved[0]["checkpoints"] == []
         folder = files.checkpoints / "step-00000001"
         folder.mkdir()
         (folder / "manifest.json").write_text("{}")
@@ -133,6 +139,60 @@ def test_a_run_that_is_killed_is_noticed_without_a_write(client: Client, files: 
         files.status.write_text(json.dumps(status | {"process_started": 1}))
         states = (data["state"] for data, _ in of_kind(events, "run"))
         assert next(state for state in states if state != "live") == "crashed"
+
+
+def test_growth_travels_together_and_with_the_next_news(
+    client: Client, files: RunFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = Semaphore(0)
+    has_news = stream_module.RunSource.has_news
+
+    def has_news_and_tells(source: stream_module.RunSource) -> bool:
+        looked.release()
+        return has_news(source)
+
+    monkeypatch.setattr(stream_module.RunSource, "has_news", has_news_and_tells)
+    with client.stream(f"/api/stream?run={files.root.name}&every=60") as events:
+        assert next(of_kind(events, "run"))[0]["is_news"]
+        for step in (2, 3):
+            append(files.metrics, row(step))
+            append(files.events, {"time": 1.0, "step": step, "event": "plan", "details": {}})
+            for _ in range(2):
+                assert looked.acquire(timeout=60)
+        append(files.events, {"time": 1.0, "step": 3, "event": "save", "details": {}})
+        next(of_kind(events, "checkpoints"))  # of the first look
+        found = [next(events)[:2] for _ in range(3)]
+        assert [name for name, _ in found] == ["metrics", "events", "run"]
+        assert [json.loads(line)["step"] for line in found[0][1]["lines"]] == [2, 3]
+        assert [event["event"] for event in found[1][1]["events"]] == ["plan", "plan", "save"]
+        assert not found[2][1]["is_news"]  # an event; neither the state nor a verdict
+        append(files.metrics, row(4))
+        status = json.loads(files.status.read_text())
+        files.status.write_text(json.dumps(status | {"state": "finished"}))
+        assert steps(events, 1) == [4]
+        data, _ = next(of_kind(events, "run"))
+        assert (data["state"], data["is_news"]) == ("finished", True)
+
+
+def test_whether_a_run_grows_decides_how_soon_it_is_looked_at_again(files: RunFiles, tmp_path: Path) -> None:
+    runs = runs_module.Runs(tmp_path)
+    run = runs.find(files.root.name)
+    assert run is not None
+    source = stream_module.RunSource(runs, run, {})
+    list(source.new())
+    assert (source.has_news(), source.is_growing) == (False, False)
+    append(files.metrics, row(2))
+    assert (source.has_news(), source.is_growing) == (False, True)
+    assert (source.has_news(), source.is_growing) == (False, False)
+
+
+def test_a_run_that_comes_is_news_of_the_list(client: Client, files: RunFiles, tmp_path: Path) -> None:
+    with client.stream("/api/stream?every=60") as events:
+        next(of_kind(events, "runs"))
+        append(files.metrics, row(2))
+        other = make_run(tmp_path, "other", minutes=1)
+        data, _ = next(of_kind(events, "runs"))
+        assert other.root.name in [each["id"] for each in data["rows"]]
 
 
 def test_a_deleted_run_is_gone(client: Client, files: RunFiles) -> None:

@@ -2,12 +2,15 @@
 
 Each client has offsets of its own into the files, so there is nothing to share, and nothing to fall behind with: a
 client that does not read is disconnected, and continues at its offsets when it comes back.
+
+A client says how often it shows what merely grows: so often that is built and sent. News do not wait for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, time
@@ -21,7 +24,13 @@ from paceline.cli.watch.safe_files import file_stat, folder_stamp
 from paceline.observe.json_lines import parse_lines, to_json
 
 POLL_S = 1.0
-COMMENT_INTERVAL_S = 10.0
+# For clients that show growth less often, while there is some: a look takes 3 ms on cores that train. A run that stands
+# still is looked at every second, since its fault is to be named within 5 s.
+SLOW_POLL_S = 2.0
+MAX_INTERVAL_S = 60.0
+# Plans of noisy machines change every second. The other events are news.
+FREQUENT_EVENT = "plan"
+COMMENT_INTERVAL_S = 20.0
 MAX_STREAMS = 64
 # File systems may have other clocks.
 CLOCK_S = 5.0
@@ -38,6 +47,7 @@ class Streams:
     def __init__(self, runs: Runs) -> None:
         self._runs = runs
         self._num_open = 0
+        self._reader = ThreadPoolExecutor(1, "paceline-stream")  # one thread's memory stays in the cores' caches
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._num_open >= MAX_STREAMS:
@@ -55,7 +65,7 @@ class Streams:
                 return
             source = RunSource(self._runs, run, query)
         self._num_open += 1
-        sender = asyncio.create_task(self._send(source, send))
+        sender = asyncio.create_task(self._send(source, _interval_s(query.get("every")), send))
         gone = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait((sender, gone), return_when=asyncio.FIRST_COMPLETED)
@@ -66,13 +76,21 @@ class Streams:
             sender.cancel()
             gone.cancel()
 
-    async def _send(self, source: RunSource | ListSource, send: Send) -> None:
+    async def _send(self, source: RunSource | ListSource, interval_s: float, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": b"retry: 1000\n\n", "more_body": True})
-        sent_at = monotonic()
+        due, sent_at = 0.0, monotonic()
+
+        def found() -> list[Event]:
+            nonlocal due
+            if monotonic() < due and not source.has_news():
+                return []
+            due = monotonic() + interval_s
+            return list(source.new())
+
         while True:
-            events = await asyncio.to_thread(lambda: list(source.new()))
+            events = await asyncio.get_running_loop().run_in_executor(self._reader, found)
             if events:
                 texts = [f"event: {name}\ndata: {to_json(data)}\n\n" for name, data in events]
                 if source.id:  # with the last one: those before it are delivered by then
@@ -84,7 +102,7 @@ class Streams:
                 sent_at = monotonic()
             if any(name == "gone" for name, _ in events):
                 break
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(SLOW_POLL_S if source.is_growing and interval_s >= SLOW_POLL_S else POLL_S)
         await send({"type": "http.response.body", "body": b""})
 
 
@@ -97,12 +115,19 @@ class ListSource:
     """Rows that changed."""
 
     id = ""
+    is_growing = True
 
     def __init__(self, runs: Runs, since: float) -> None:
         """since: when the client fetched the list, as Unix time."""
         self._runs = runs
         self._since: float | None = since
         self._sent: dict[str, dict[str, Any]] = {}
+
+    def has_news(self) -> bool:
+        """Whether runs came, went, or ended."""
+        return {run.id: run.state for run in self._runs.all()} != {
+            run_id: row["state"] for run_id, row in self._sent.items()
+        }
 
     def new(self) -> Iterator[Event]:
         rows = {run.id: run.row() for run in self._runs.all()}
@@ -152,23 +177,50 @@ class RunSource:
         self._metrics = _Followed(files.metrics, _offset(query.get("metrics"), files.metrics))
         self._events = _Followed(files.events, _offset(query.get("events"), files.events))
         self._logs = _Logs(run) if query.get("log") == "1" else None
+        self._is_other = False  # a file was replaced, or too much was added
+        self._happened: list[dict[str, Any]] = []  # events that were read and not sent
         self._view: dict[str, Any] = {}
+        self._news: Any = None
+        self._metrics_bytes = 0
+        self.is_growing = True  # since the look before
         self._checkpoints: int | None = None  # when the folder changed
 
     @property
     def id(self) -> str:
         return f"metrics={self._metrics.offset}&events={self._events.offset}"
 
+    def has_news(self) -> bool:
+        """Whether something happened that a page shows at once."""
+        self._read_events()
+        if self._is_other or any(event["event"] != FREQUENT_EVENT for event in self._happened):
+            return True
+        run = self._find()
+        return run is None or view.news_of(run) != self._news
+
+    def _find(self) -> RunEntry | None:
+        run = self._runs.find(self._run.id)
+        if run is not None:
+            self.is_growing, self._metrics_bytes = run.metrics_bytes != self._metrics_bytes, run.metrics_bytes
+        return run
+
+    def _read_events(self) -> None:
+        lines = self._events.lines()
+        self._is_other |= lines is None
+        self._happened += filter(None, map(view.shown_event, parse_lines(lines or ())))
+
     def new(self) -> Iterator[Event]:
-        lines, happened = self._metrics.lines(), self._events.lines()
-        if lines is None or happened is None:
+        lines = self._metrics.lines()
+        self._read_events()
+        if lines is None or self._is_other:
+            self._is_other = False
             yield "restart", {}
         if lines:  # the page parses them: it has more time than this machine
             shown = [line.decode(errors="replace") for line in lines]
             yield "metrics", {"lines": shown, "offset": self._metrics.offset}
-        if events := list(filter(None, map(view.shown_event, parse_lines(happened or ())))):
-            yield "events", {"events": events, "offset": self._events.offset}
-        run = self._runs.find(self._run.id)
+        if self._happened:
+            yield "events", {"events": self._happened, "offset": self._events.offset}
+            self._happened = []
+        run = self._find()
         yield from [("gone", {})] if run is None else self._changes(run)
 
     def _changes(self, run: RunEntry) -> Iterator[Event]:
@@ -176,36 +228,33 @@ class RunSource:
             yield from self._logs.new()
         found = view.view(run)
         if found | {"now": 0} != self._view:
-            self._view = found | {"now": 0}
-            yield "run", found
+            self._view, news = found | {"now": 0}, view.news_of(run)
+            yield "run", found | {"is_news": news != self._news}
+            self._news = news
         stamp = folder_stamp(run.files.checkpoints)
         if stamp != self._checkpoints:
-            if self._checkpoints is not None:
-                yield "checkpoints", view.checkpoints_of(run)
             self._checkpoints = stamp
+            yield "checkpoints", view.checkpoints_of(run)
 
 
 @dataclass
 class _Logs:
-    """New lines of the workers' output."""
+    """The workers' output: its last lines, then new ones."""
 
     run: RunEntry
     offsets: dict[Path, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.offsets = {path: found.st_size for _, _, path in view.rank_files(self.run) if (found := file_stat(path))}
 
     def new(self) -> Iterator[Event]:
         for rank, kind, path in view.rank_files(self.run):
             found = file_stat(path)
             if kind == "json" or found is None:
                 continue
-            before = self.offsets.get(path, 0)
+            before = self.offsets.get(path, -1)  # the last lines of a file that was not sent are cut
             if found.st_size < before:
                 before = 0  # written anew
-            if found.st_size == before:
+            if found.st_size in (0, before):
                 continue
-            start = max(before, found.st_size - view.LOG_BYTES)
+            start = max(before, 0, found.st_size - view.LOG_BYTES)
             with path.open("rb") as file:
                 file.seek(start)
                 content, newline, _ = file.read(found.st_size - start).rpartition(b"\n")
@@ -217,6 +266,10 @@ class _Logs:
 
 def _offset(text: str | None, path: Path) -> int:
     return int(text) if text is not None and text.isdecimal() and len(text) < 19 else view.end_of(path)
+
+
+def _interval_s(text: str | None) -> float:
+    return min(float(text), MAX_INTERVAL_S) if text is not None and text.isdecimal() and len(text) < 19 else 0.0
 
 
 def _time(text: str | None) -> float:

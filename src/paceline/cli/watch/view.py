@@ -58,6 +58,13 @@ def view(run: RunEntry) -> dict[str, Any]:
     }
 
 
+def news_of(run: RunEntry) -> Any:
+    """What is shown at once when it changes: whether the run goes on, what holds it back, who has left."""
+    workers = dict(_status_files(run))
+    verdicts = [(each["kind"], each["severity"], each["ranks"]) for each in verdicts_of(run, workers)]
+    return run.state, run.status and run.status.reason, verdicts, [_is_alive(*worker) for worker in workers.values()]
+
+
 def plan_of(run: RunEntry) -> dict[str, Any] | None:
     """What `paceline plan --run` predicted: a sentence, and a row per alternative."""
     found = document(run.files.plan)

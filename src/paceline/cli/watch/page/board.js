@@ -10,7 +10,11 @@ export class Board {
   #range;
   #saving = 0;
   #watcher = new IntersectionObserver(entries => {
-    for (const {target, isIntersecting} of entries) target.boardItem.isSeen = isIntersecting;
+    for (const {target, isIntersecting} of entries) {
+      const {boardItem: item} = target;
+      if (target === item.node) item.isSeen = isIntersecting;
+      else item.isAreaSeen = isIntersecting;
+    }
     this.draw();
   });
   #resizer = new ResizeObserver(() => this.draw());
@@ -40,14 +44,16 @@ export class Board {
   }
 
   /**
-   * item: {node, area (as wide as its picture), extent(): [low, high] or null, showHover(x or null),
+   * item: {node, area (its picture), extent(): [low, high] or null, showHover(x or null),
    * draw(from, to, width of the area, canKeep: whether a picture may stay in which nothing would move by a pixel)}.
    */
   add(item) {
     this.#items.add(item);
-    item.node.boardItem = item;
-    item.isSeen = true;
-    this.#watcher.observe(item.node);
+    item.isSeen = item.isAreaSeen = true;
+    for (const node of [item.node, item.area]) {
+      node.boardItem = item;
+      this.#watcher.observe(node);
+    }
     this.#resizer.observe(item.node);
     this.draw();
   }
@@ -55,6 +61,7 @@ export class Board {
   remove(item) {
     this.#items.delete(item);
     this.#watcher.unobserve(item.node);
+    this.#watcher.unobserve(item.area);
     this.#resizer.unobserve(item.node);
   }
 

@@ -42,8 +42,8 @@ export class EventList {
 }
 
 export class CheckpointList {
-  constructor(source) {
-    this.source = source;
+  constructor(source, pace) {
+    Object.assign(this, {source, pace});
     this.table = table("step", "saved", "size", "metrics");
     this.note = el("p", {class: "muted"}, "No checkpoint yet.");
     this.node = el("div", {class: "tall"}, this.table.node, this.note);
@@ -66,7 +66,7 @@ export class CheckpointList {
       (row, found) =>
         fill(row, [
           count(found.step),
-          ago(found.saved, this.source.now()),
+          ago(found.saved, this.source.now(), this.pace.interval_s),
           bytes(found.num_bytes),
           (found.metrics ?? []).map(([name, value]) => `${name} ${num(value)}`).join(", ") || "–",
         ])

@@ -96,10 +96,14 @@ export function duration(seconds) {
   return `${Math.floor(s / 86400)} d ${Math.floor(s / 3600) % 24} h`;
 }
 
-/** How long ago a Unix time was, in whole seconds, minutes, hours or days: each change of a text costs a frame. */
-export function ago(unixTime, now) {
+/**
+ * How long ago a Unix time was, in whole seconds, minutes, hours or days: each change of a text costs a frame.
+ * interval_s: how often the text is written. Seconds that stand still would look as if nothing happened.
+ */
+export function ago(unixTime, now, interval_s = 1) {
   if (!isNumber(unixTime)) return MISSING;
   const seconds = Math.max(0, now - unixTime);
+  if (interval_s > 1 && seconds < 2 * interval_s) return "seconds ago";
   return seconds < 1 ? "now" : `${duration(Math.floor(seconds)).replace(".0", "").split(" ", 2).join(" ")} ago`;
 }
 

@@ -16,9 +16,9 @@ const metricOf = (kind, rank) => (kind === "waiting" ? `waiting/${rank}` : `lane
 export class Lanes {
   #lanes = new Map();
 
-  /** marks(): events, as of marks.js. now(): the server's clock. */
-  constructor(board, curves, tip, marks, now) {
-    Object.assign(this, {board, curves, tip, marks, now});
+  /** marks(): events, as of marks.js. */
+  constructor(board, curves, tip, marks) {
+    Object.assign(this, {board, curves, tip, marks});
     this.rows = el("div", {class: "lane-rows"});
     this.legend = el(
       "div",
@@ -132,7 +132,7 @@ class Lane {
       this.canvas.setAttribute("aria-label", `worker ${this.rank} left after step ${count(this.left.step)}`);
       return;
     }
-    const silent_s = worker.seen === null ? 0 : this.lanes.now() - worker.seen;
+    const silent_s = worker.seen === null ? 0 : run.now - worker.seen;
     const isSilent = run.state === "live" && worker.is_alive && silent_s > SILENT_S;
     const isGone = run.state === "live" && worker.is_alive === false;
     setClass(this.node, `lane${verdict ? ` culprit ${verdict.severity}` : ""}${isGone ? " gone" : ""}`);

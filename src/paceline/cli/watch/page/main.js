@@ -10,8 +10,6 @@ import {openSource} from "./source.js";
 import {changeSmoothing, nextAxis, SMOOTHING_STEP, toggleLog} from "./tools.js";
 import {View} from "./view.js";
 
-const TICK_MS = 1000;
-
 class App {
   #page = null;
   #runs = null;
@@ -43,9 +41,9 @@ class App {
     this.view.addEventListener("change", event => (event.detail.isNewPage ? this.#open() : this.#page?.refresh()));
     onTheme(() => this.#page?.redraw());
     addEventListener("keydown", event => this.#key(event));
-    setInterval(() => {
-      if (!document.hidden) this.#page?.tick();
-    }, TICK_MS);
+    document.addEventListener("visibilitychange", () => this.#page?.follow());
+    for (const name of ["pointerdown", "pointermove", "wheel", "keydown"])
+      addEventListener(name, () => this.#page?.board.pace.touch(), {capture: true, passive: true});
   }
 
   async start() {

@@ -79,7 +79,7 @@ export class Panel {
         return {...line, indices: indices.slice(0, n)};
       });
     const bounds = this.#bounds(from, to);
-    if (!canKeep || !this.#isShown(from, to, bounds, pixels)) this.#redraw(from, to, bounds);
+    if (this.isAreaSeen && !(canKeep && this.#isShown(from, to, bounds, pixels))) this.#redraw(from, to, bounds);
     this.#showLegend(this.board.hover);
     // For tests and other programs that look at the page: where the curves end.
     this.node.dataset.end = String(Math.max(0, ...this.#drawn.map(line => line.series.end)));

@@ -17,17 +17,10 @@ const MAX_NAMES_IN_ADDRESS = 60;
 export const FIRST_REFINEMENT_MS = 4000;
 export const MAX_REFINEMENT_MS = 300_000;
 
-/** What is shown at once when it changes: whether the run goes on, what holds it back, and who has left. */
-const newsOf = ({state, reason, verdicts, workers}) =>
-  JSON.stringify([
-    state,
-    reason,
-    verdicts.map(({kind, severity, ranks}) => [kind, severity, ranks]),
-    workers.map(worker => worker.is_alive),
-  ]);
-
 export class RunPage {
   #events = [];
+  #offsets = null;
+  #ticking = 0;
   #marks = {key: "", list: []};
   #closeStream = () => {};
   #refreshing = 0;
@@ -36,11 +29,6 @@ export class RunPage {
   #showRun = () => this.#show(this.run);
   #showEvents = () => this.events.show(this.#events);
   #showLog = () => this.log.show();
-  #showAges = () => {
-    this.summary.tick();
-    this.checkpoints.tick();
-    if (this.run) this.lanes.show(this.run, this.#events);
-  };
   #showPlots = () => {
     this.plots.show();
     this.tools.show();
@@ -50,16 +38,11 @@ export class RunPage {
     Object.assign(this, {source, view, tip, id, canControl, onstate});
     this.curves = new Curves();
     this.board = new Board(view, (from, to) => this.#loadDetail(from, to));
-    this.summary = new RunSummary(source);
-    this.lanes = new Lanes(
-      this.board,
-      this.curves,
-      tip,
-      () => this.#eventMarks(),
-      () => source.now()
-    );
+    this.board.pace.onchange = () => this.follow();
+    this.summary = new RunSummary(source, this.board.pace);
+    this.lanes = new Lanes(this.board, this.curves, tip, () => this.#eventMarks());
     this.events = new EventList();
-    this.checkpoints = new CheckpointList(source);
+    this.checkpoints = new CheckpointList(source, this.board.pace);
     this.plan = new PlanView();
     this.planSection = section("Plan", "plan", this.plan.node);
     this.config = new ConfigView(run => view.open(run));
@@ -103,7 +86,7 @@ export class RunPage {
       this.source.get(`${base}/events`, [["limit", "1000"]]),
       this.source.get(`${base}/checkpoints`),
       this.source.get(`${base}/config`),
-      this.source.get(`${base}/log`, [["lines", "200"]]),
+      this.source.isLive ? null : this.source.get(`${base}/log`), // otherwise the stream begins with it
     ]);
     if (this.#isClosed) return;
     this.curves.add(metrics);
@@ -111,12 +94,15 @@ export class RunPage {
     this.#addEvents(events.events);
     this.checkpoints.show(checkpoints.checkpoints);
     this.config.show(config);
-    this.log.set(log.files);
+    this.log.set(log?.files ?? []);
     this.#showPlots();
     this.board.draw();
     // The smaller offset: a record that comes twice is the same point.
-    const offset = Math.min(metrics.offset, lanes?.offset ?? metrics.offset);
-    this.#follow(offset, events.offset);
+    this.#offsets = {
+      metrics: Math.min(metrics.offset, lanes?.offset ?? metrics.offset),
+      events: events.offset,
+    };
+    this.follow();
     if (!this.board.isWhole) this.#loadDetail(...this.board.range());
     if (metrics.is_sampled && this.source.isLive) this.#refine(getMetrics, FIRST_REFINEMENT_MS);
   }
@@ -135,14 +121,19 @@ export class RunPage {
 
   close() {
     this.#isClosed = true;
-    this.#closeStream();
+    this.follow();
     this.board.close();
     this.plots.close();
   }
 
-  /** Every second. */
-  tick() {
-    this.board.pace.soon(this.#showAges);
+  /** When the run has not been shown for longer than it should: what was last known is still so, and older. */
+  #tickLater() {
+    clearTimeout(this.#ticking);
+    this.#ticking = setTimeout(() => {
+      this.run.now = this.source.now();
+      this.board.pace.soon(this.#showRun);
+      this.#tickLater();
+    }, 1250 * this.board.pace.interval_s);
   }
 
   /** The view changed: axis, smoothing, range. */
@@ -156,29 +147,33 @@ export class RunPage {
     this.board.draw();
   }
 
-  #follow(metrics, events) {
+  /** From where it was, and as often as the page is drawn; not at all while nobody can see it. */
+  follow() {
     const {pace} = this.board;
-    const query = [
-      ["run", this.id],
-      ["metrics", metrics],
-      ["events", events],
-      ["log", "1"],
-    ];
+    this.#closeStream();
+    clearTimeout(this.#ticking);
+    if (!this.source.isLive || !this.#offsets || this.#isClosed || document.hidden) return;
+    const query = [["run", this.id], ...Object.entries(this.#offsets), ["log", "1"], ["every", pace.interval_s]];
+    this.#tickLater();
     this.#closeStream = this.source.stream(
       query,
       {
         run: run => {
-          const isNews = newsOf(run) !== newsOf(this.run);
           this.run = run;
-          if (isNews) pace.now(this.#showRun);
+          if (run.is_news) pace.now(this.#showRun);
           else pace.soon(this.#showRun);
+          this.#tickLater();
         },
-        metrics: ({lines}) => {
+        metrics: ({lines, offset}) => {
+          this.#offsets.metrics = offset;
           this.curves.addLines(lines);
           pace.soon(this.#showPlots);
           this.board.grow();
         },
-        events: ({events: added}) => this.#addEvents(added),
+        events: ({events: added, offset}) => {
+          this.#offsets.events = offset;
+          this.#addEvents(added);
+        },
         log: added => {
           this.log.add(added);
           pace.soon(this.#showLog);
@@ -192,7 +187,8 @@ export class RunPage {
   }
 
   async #restart() {
-    this.#closeStream();
+    this.#offsets = null;
+    this.follow();
     this.curves.clear();
     this.#events = [];
     await this.load().catch(error => this.onstate(error.message));
@@ -203,6 +199,7 @@ export class RunPage {
     const title = `${run.total_steps ? `${percent(run.step / run.total_steps)} ` : ""}${run.name} · paceline`;
     if (document.title !== title) document.title = title;
     this.summary.show(run, this.canControl());
+    this.checkpoints.tick();
     this.lanes.show(run, this.#events);
     this.planSection.hidden = !run.plan;
     if (run.plan) this.plan.show(run);

@@ -42,6 +42,7 @@ export class RunsPage {
   constructor(source, view, tip, onstate) {
     Object.assign(this, {source, view, tip, onstate});
     this.board = new Board(view);
+    this.board.pace.onchange = () => this.follow();
     this.table = new RunsTable(view, id => this.#toggle(id));
     this.tools = new Tools(view, this.board);
     this.metrics = el("div", {class: "chips", role: "group", "aria-label": "metrics to plot"});
@@ -67,8 +68,15 @@ export class RunsPage {
     this.#rows = new Map(answer.runs.map(run => [run.id, run]));
     setText(this.folder, `${answer.folder} · paceline ${answer.version}`);
     this.refresh();
-    this.#closeStream = this.source.stream([], {runs: changes => this.#change(changes)}, isConnected =>
-      this.onstate(isConnected ? "" : "no connection to the server; trying again")
+    this.#closeStream();
+    if (document.hidden) return;
+    this.#closeStream = this.source.stream(
+      [
+        ["since", answer.now],
+        ["every", this.board.pace.interval_s],
+      ],
+      {runs: changes => this.#change(changes)},
+      isConnected => this.onstate(isConnected ? "" : "no connection to the server; trying again")
     );
   }
 
@@ -80,7 +88,11 @@ export class RunsPage {
     for (const panel of this.#panels.values()) panel.close();
   }
 
-  tick() {}
+  /** From the list as it is, and as often as the page is drawn; not at all while nobody can see it. */
+  follow() {
+    this.#closeStream();
+    if (!document.hidden && this.source.isLive) this.load().catch(error => this.onstate(error.message));
+  }
 
   redraw() {
     this.#show();

@@ -37,8 +37,8 @@ const ACTIONS = [
 ];
 
 export class RunSummary {
-  constructor(source) {
-    this.source = source;
+  constructor(source, pace) {
+    Object.assign(this, {source, pace});
     this.chip = stateChip();
     this.name = el("h1");
     this.facts = el("p", {class: "facts"});
@@ -115,7 +115,7 @@ export class RunSummary {
       "left",
       run.state === "live" ? duration(run.eta_s) : run.ended ? "ended" : MISSING,
       run.state === "live" && run.eta_s !== null
-        ? `until ${moment(this.source.now() + run.eta_s).slice(11, 16)}`
+        ? `until ${moment(run.now + run.eta_s).slice(11, 16)}`
         : run.ended
           ? moment(run.ended)
           : ""
@@ -129,22 +129,14 @@ export class RunSummary {
       [samples[1], run.tokens_per_s !== null && rate(run.tokens_per_s, "tokens")].filter(Boolean).join(" · ")
     );
     this.#set("efficiency", percent(run.efficiency), "");
-    this.tick();
-    this.#showVerdicts(run);
-  }
-
-  /** Every second: ages. */
-  tick() {
-    const {run} = this;
-    if (!run) return;
-    const at = run.last_step_at,
-      age_s = at === null ? null : this.source.now() - at;
+    const at = run.last_step_at;
     this.#set(
       "last",
-      at === null ? "none yet" : ago(at, this.source.now()),
+      at === null ? "none yet" : ago(at, run.now, this.pace.interval_s),
       run.epoch === null ? "" : `epoch ${count(run.epoch)}`
     );
-    this.tiles.get("last").node.classList.toggle("late", run.state === "live" && age_s > 30);
+    this.tiles.get("last").node.classList.toggle("late", run.state === "live" && at !== null && run.now - at > 30);
+    this.#showVerdicts(run);
   }
 
   async ask(action, label, question, effect) {
