@@ -238,7 +238,8 @@ def _first_readable(
                 return checkpoint, read(checkpoint)
         except CheckpointError as error:
             problem = str(error)
-            logger.warning("%s cannot be resumed from, trying the one before it: %s", path, problem)
+            if communicator.world.is_main:
+                logger.warning("%s cannot be resumed from, trying the one before it: %s", path, problem)
     raise CheckpointError(f"no checkpoint can be read. The last one tried: {problem}")
 
 
