@@ -261,6 +261,18 @@ def resume_logged(root: Path) -> list[str]:
     return texts
 
 
+def test_names_of_components_that_do_not_exist_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(tmp_path, 3, leave_out=["optimiser"], skip=["old"])
+    assert "leave_out=['optimiser'] has no effect: there is no such component; there are model, opt" in caplog.text
+    assert "skip=" not in caplog.text  # nothing is resumed
+    caplog.clear()
+    run(tmp_path, 6, skip=["optimiser"])
+    assert "skip=['optimiser'] has no effect: there is no such component; there are model, optimizer" in caplog.text
+    caplog.clear()
+    run(tmp_path, skip=["random"])
+    assert "no effect" not in caplog.text
+
+
 def test_several_workers_warn_once_of_a_damaged_checkpoint(tmp_path: Path, pool: WorkerPool) -> None:
     run(tmp_path, 8, every_steps=3)
     (tmp_path / "step-00000008" / "engine.json").write_bytes(b"{}")
