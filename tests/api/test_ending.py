@@ -86,6 +86,10 @@ def test_what_has_no_end_or_would_end_apart_is_refused() -> None:
     with setup() as trainer:
         with pytest.raises(ValueError, match=r"epochs\(\) needs an end: give the number of epochs, or max_steps"):
             next(trainer.epochs())
+        with pytest.raises(ValueError, match=r"epochs\(count=1.5\): choose an integer >= 0"):
+            trainer.epochs(1.5)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"epochs\(max_steps=-1\): choose an integer >= 0"):
+            trainer.epochs(max_steps=-1)
         for _ in next(trainer.epochs(1)):
             with pytest.raises(pl.errors.MisuseError, match=r"end\(\) was called inside an epoch's loop"):
                 trainer.end()

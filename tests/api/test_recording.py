@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from worker_pool import WorkerPool
 
 import paceline as pl
 from paceline.observe.metrics import read_curves
-from paceline.observe.run_files import RunFiles, read_status, state_of
+from paceline.observe.run_files import RunFiles, process_started, read_status, state_of, write_json
 from paceline.run import control
 
 
@@ -35,6 +37,21 @@ def train(run: Any, steps: int = 12, hook: Any = lambda *_: None, **settings: An
             for batch in epoch:
                 trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
                 trainer.step()
+
+
+def test_a_run_that_another_process_records_is_not_written_to(tmp_path: Path) -> None:
+    train(pl.Recording(tmp_path, name="mine", quiet=True))
+    files = RunFiles(tmp_path / "mine")
+    status, before = read_status(files), files.metrics.read_bytes()
+    assert status is not None
+    parent = os.getppid()
+    other = replace(status, state="running", pid=parent, process_started=process_started(parent))
+    write_json(files.status, asdict(other))
+    with pytest.raises(ValueError, match=rf"mine is running, in process {parent}: wait for it, or choose another name"):
+        train(pl.Recording(tmp_path, name="mine", quiet=True))
+    assert files.metrics.read_bytes() == before
+    write_json(files.status, asdict(replace(other, process_started=1)))  # it has crashed: this process is another one
+    train(pl.Recording(tmp_path, name="mine", quiet=True))
 
 
 def only_run(folder: Path) -> RunFiles:

@@ -455,10 +455,18 @@ def test_refusals_name_the_reason(pool: WorkerPool) -> None:
 
 
 def test_settings_without_effect_are_refused() -> None:
-    with pytest.raises(ValueError, match="shard_by='equal' would be ignored"):
-        pl.Optimization(shard_by="equal")
-    with pytest.raises(ValueError, match="redundancy=2 would be ignored: give shard='optimizer' too"):
-        pl.Optimization(redundancy=2)
+    def setup(**settings: Any) -> pl.Trainer:
+        data = {"data": vectors(16), "global_batch": 8}
+        return pl.Trainer.setup(lambda: nn.Linear(12, 4), torch.optim.AdamW, **data, **settings)
+
+    for group, problem in (
+        (pl.Optimization(shard_by="equal"), "shard_by='equal' would be ignored: give shard='optimizer' too"),
+        (pl.Optimization(redundancy=2), "redundancy=2 would be ignored: give shard='optimizer' too"),
+        (pl.Optimization(master_weights=True), "master_weights=True would be ignored: give shard='optimizer' too"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            setup(optimization=group)
+    setup(shard="optimizer", optimization=pl.Optimization(shard_by="equal", redundancy=2)).close()  # apart from shard
     with pytest.raises(ValueError, match=r"redundancy=2 needs shard_by=.*\[3.0, 1.0\] gives no division"):
         pl.Optimization(shard="optimizer", redundancy=2, shard_by=(3, 1))
     with pytest.raises(ValueError, match="at least one worker must get a part"):
@@ -535,8 +543,6 @@ def test_master_weights_need_weights_of_half_precision() -> None:
             global_batch=8,
             optimization=pl.Optimization(shard="optimizer", master_weights=True),
         )
-    with pytest.raises(ValueError, match="master_weights=True would be ignored: give shard='optimizer' too"):
-        pl.Optimization(master_weights=True)
 
 
 def train_until_lost(folder: Path, lost_at: int | None, shard: str | None = "optimizer") -> str:

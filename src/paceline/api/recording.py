@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -70,6 +71,8 @@ class RecordedRun:
             plot=_plot,
             quiet=recording.quiet,
         )
+        if recording.name is not None and run.world.is_main:
+            _refuse_running(RunFiles(Path(recording.folder) / recording.name))
         self._monitor = MainMonitor(run, settings, lambda: self._open(settings))
 
     def _open(self, settings: MonitorSettings) -> Monitor:
@@ -93,6 +96,17 @@ class RecordedRun:
                 self._monitor.finish()
         finally:
             self._outputs.__exit__(type(error), error, error.__traceback__) if error else self._outputs.close()
+
+
+def _refuse_running(files: RunFiles) -> None:
+    """Another process of this host that writes here would mix its lines with ours. Of other hosts nothing is known."""
+    status = run_files.read_status(files)
+    if status is None or status.host != socket.gethostname() or status.pid == os.getpid():
+        return
+    if run_files.state_of(files, status) == "live":
+        raise ValueError(
+            f"the run {files.root} is running, in process {status.pid}: wait for it, or choose another name"
+        )
 
 
 def _files_of(recording: Recording, run: Run) -> RunFiles:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
+from numbers import Integral
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -363,6 +364,9 @@ class Trainer:
         """The epochs from the run's position up to number `count`, or until the run has done `max_steps` steps."""
         if count is None and max_steps is None:
             raise ValueError("epochs() needs an end: give the number of epochs, or max_steps")
+        for name, number in (("count", count), ("max_steps", max_steps)):
+            if number is not None and not (isinstance(number, Integral) and number >= 0):
+                raise ValueError(f"epochs({name}={number!r}): choose an integer >= 0")
         if self._recording is not None:
             self._recorded = RecordedRun(self._recording, self.run, self.run.total_steps(count, max_steps))
             self._recording = None

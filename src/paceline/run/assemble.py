@@ -107,6 +107,8 @@ def assemble(
             train_mode=config.optimization.train_mode,
         )
         stack.callback(replica.close)
+        if config.optimization.scheduler_every == "epoch":
+            replica.refuse_plateau()
         shards = divide(replica, config.optimization, communicator, can_change=can_change)
         stack.callback(watch_replacement(replica.model, replica.parameters))
         if isinstance(weight_fn, WeightByModel):

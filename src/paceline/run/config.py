@@ -51,6 +51,7 @@ class RunConfig:
                 f"strategy={self.strategy!r} is unknown: choose 'gradients', 'slow link', Gradients(...), Cadence(...) "
                 "or Averaging(...)"
             )
+        self.optimization.check_shard()
         self._check_strategy()
         self._check_physical_batch()
         if self.balancing.shares != "measured" and replace(self.balancing, shares="measured") != Balancing():

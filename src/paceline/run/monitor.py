@@ -121,9 +121,10 @@ class Monitor:
     def finish(self, result: str | None) -> None:
         """Write the last step, the time report, a plot, and the result of the project's `after`."""
         self.log_newest()
-        report = asdict(self._run.loop.report())
-        with attempt(self._files.report):
-            write_json(self._files.report, report)
+        if self._run.loop.last_record is not None:  # else nothing was left to do: keep the report of the start before
+            report = asdict(self._run.loop.report())
+            with attempt(self._files.report):
+                write_json(self._files.report, report)
         self._draw()
         if result is not None:
             self.note(result)

@@ -121,16 +121,21 @@ class Optimization:
         check(self)
         if not isinstance(self.shard_by, str) and not any(self.shard_by):
             raise ValueError(f"shard_by={list(self.shard_by)}: at least one worker must get a part")
-        if self.shard is None and self.shard_by != "auto":
-            raise ValueError(f"shard_by={self.shard_by!r} would be ignored: give shard='optimizer' too")
-        if self.shard is None and self.redundancy > 1:
-            raise ValueError(f"redundancy={self.redundancy} would be ignored: give shard='optimizer' too")
         if self.redundancy > 1 and not isinstance(self.shard_by, str):
             raise ValueError(
                 f"redundancy={self.redundancy} needs shard_by='auto', 'equal', 'memory' or 'speed': "
                 f"{list(self.shard_by)} gives no division for the workers that remain after a loss"
             )
-        if self.master_weights and self.shard is None:
+
+    def check_shard(self) -> None:
+        """Called when `shard` is known, which may be given apart from the group."""
+        if self.shard is not None:
+            return
+        if self.shard_by != "auto":
+            raise ValueError(f"shard_by={self.shard_by!r} would be ignored: give shard='optimizer' too")
+        if self.redundancy > 1:
+            raise ValueError(f"redundancy={self.redundancy} would be ignored: give shard='optimizer' too")
+        if self.master_weights:
             raise ValueError("master_weights=True would be ignored: give shard='optimizer' too")
 
 

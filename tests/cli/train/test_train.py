@@ -172,6 +172,13 @@ def test_a_resumed_run_says_only_once_what_happened_at_a_step(tmp_path: Path) ->
     assert sorted(of_both[1]) == [1, 5, 10, 15, 20]  # what was done after step 6 and lost is not there
 
 
+def test_a_finished_run_that_is_started_again_keeps_its_report(tmp_path: Path) -> None:
+    config = write_project(tmp_path, "reported_parts")
+    before = run_here(config, tmp_path / "run").report.read_text()
+    files = run_here(config, tmp_path / "run", is_resumed=True)
+    assert files.report.read_text() == before
+
+
 def work(config: Path, root: Path, overrides: tuple[str, ...]) -> str:
     """One worker's part of a run on two workers; its output."""
     with redirect_stdout(io.StringIO()) as output:

@@ -195,6 +195,7 @@ class Endless(IterableDataset):
         (X[:0], {}, ValueError, "data is empty"),
         (TensorDataset(X[:0], Y[:0]), {}, ValueError, "data is empty"),
         (5, {}, TypeError, "data is a int, which has no __getitem__ and __len__: pass a list of samples, tensors or"),
+        ("a.csv", {}, TypeError, "data is 'a.csv': for files pass a source, such as ArrowSource, TokenFile or Image"),
         (None, {}, TypeError, "data is a NoneType, which has no __getitem__ and __len__"),
         ((i for i in range(3)), {}, TypeError, "data is a generator, which has no __getitem__ and __len__"),
         (Endless(), {}, TypeError, "data is a Endless, which has no __getitem__ and __len__"),

@@ -64,6 +64,14 @@ def test_a_file_of_an_earlier_version_is_moved_aside(tmp_path: Path, first: str)
     assert (tmp_path / "rank-0.jsonl.old").exists() is bool(first)
 
 
+@pytest.mark.parametrize("content", [b"\x93\xfe\n", b'{"session": {"version": 2}}\n{"steps\x84'])
+def test_a_run_goes_on_with_a_damaged_file(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "rank-0.jsonl").write_bytes(content)
+    TimelineRecorder(tmp_path, World(), Events()).close()
+    complete_lines = content[: content.rindex(b"\n") + 1]
+    assert (tmp_path / "rank-0.jsonl").read_bytes().startswith(complete_lines)
+
+
 def test_a_place_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"cannot be written to .* choose another folder"):

@@ -133,7 +133,7 @@ def test_workers_stand_still_and_leave(capfd: pytest.CaptureFixture[str]) -> Non
     assert "rank 2 left: rank 2 was asked to leave: 2 workers continue" in errors
 
 
-def test_an_exception_of_the_users_ends_the_run() -> None:
+def test_an_exception_of_the_users_ends_the_run(capfd: pytest.CaptureFixture[str]) -> None:
     def train(here: Points, trainer: pl.Trainer) -> None:
         trainer.every(2, lambda _: [].pop() if here.own[0] == 1 else None)
         loop(here, trainer)
@@ -141,6 +141,7 @@ def test_an_exception_of_the_users_ends_the_run() -> None:
     with pytest.raises(WorkerError, match="rank 1 failed: IndexError: pop from empty list") as caught:
         launch([Case((), train=train)], 2, max_restarts=3)
     assert "lambda _: [].pop()" in caught.value.traceback_text
+    assert "restart" not in capfd.readouterr().err
 
 
 @pytest.mark.soak

@@ -37,6 +37,9 @@ def test_the_others_go_on_without_one_that_died(node: MakeNode, capfd: pytest.Ca
     assert "rank 1 was killed: 2 workers continue" in capfd.readouterr().err
     own.look()
     assert not own.replaced
+    own.enter_all()
+    own.end(2)
+    assert "rank 2 was killed: 1 worker continues" in capfd.readouterr().err
 
 
 def test_reports_do_not_grow_with_the_losses_of_weeks(node: MakeNode) -> None:

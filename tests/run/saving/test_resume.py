@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from functools import cache
 from pathlib import Path
@@ -244,6 +245,40 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path: Path, capl
     assert (tmp_path / "set-aside-1" / "step-00000008").is_dir()
     with pytest.raises(pl.errors.CheckpointError, match="is damaged"):
         setup(tmp_path / "other", resume=tmp_path / "set-aside-1" / "step-00000008")
+
+
+def resume_logged(root: Path) -> list[str]:
+    """What this worker logs while it resumes."""
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("paceline")
+    logger.addHandler(handler)
+    try:
+        setup(root).close()
+    finally:
+        logger.removeHandler(handler)
+    return texts
+
+
+def test_names_of_components_that_do_not_exist_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(tmp_path, 3, leave_out=["optimiser"], skip=["old"])
+    assert "leave_out=['optimiser'] has no effect: there is no such component; there are model, opt" in caplog.text
+    assert "skip=" not in caplog.text  # nothing is resumed
+    caplog.clear()
+    run(tmp_path, 6, skip=["optimiser"])
+    assert "skip=['optimiser'] has no effect: there is no such component; there are model, optimizer" in caplog.text
+    caplog.clear()
+    run(tmp_path, skip=["random"])
+    assert "no effect" not in caplog.text
+
+
+def test_several_workers_warn_once_of_a_damaged_checkpoint(tmp_path: Path, pool: WorkerPool) -> None:
+    run(tmp_path, 8, every_steps=3)
+    (tmp_path / "step-00000008" / "engine.json").write_bytes(b"{}")
+    of_rank_0, of_rank_1 = pool.run(resume_logged, 2, tmp_path)
+    assert sum("step-00000008 cannot be resumed from" in text for text in of_rank_0) == 1
+    assert of_rank_1 == []
 
 
 def test_going_back_moves_later_steps_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
+from os import PathLike
 from typing import Any, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -271,6 +272,10 @@ def as_source(data: Any, *, collate_fn: Collate | None = None, seed: int = 0) ->
                 "collate_fn joins samples, but data is given as whole columns: pass a list of samples or a data set"
             )
         source: Source = Columns(data)
+    elif isinstance(data, str | bytes | PathLike):
+        raise TypeError(
+            f"data is {data!r}: for files pass a source, such as ArrowSource, TokenFile or ImageFolder of paceline.data"
+        )
     elif not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         raise TypeError(
             f"data is a {type(data).__name__}, which has no __getitem__ and __len__: pass a list of samples, "

@@ -250,9 +250,9 @@ def _host_memory() -> float:
 
 def _has_this_version(path: Path) -> bool:
     """Whether a file can be appended to: an earlier Paceline may have written it."""
-    with path.open() as file:
+    with path.open("rb") as file:  # bytes: a damaged file may not be text
         first = file.readline()
     try:
         return bool(json.loads(first)["session"]["version"] == VERSION)
-    except (ValueError, KeyError, TypeError):  # empty, or a truncated line
+    except (ValueError, KeyError, TypeError):  # empty, damaged, or truncated
         return True

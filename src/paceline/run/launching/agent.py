@@ -266,6 +266,8 @@ class Agent:
                 where.append(f"the output of rank {result.rank} is in {path}")
             result = result.with_notes("; ".join(where))
         is_final = nodes.num_restarts == self._max_restarts or self._is_stopping or not _FINAL.isdisjoint(kinds)
+        # Where max_restarts replaces dead workers, an exception of the user's is not a death: it would come again.
+        is_final |= self._elastic is not None and ExitKind.FAILED in kinds and ExitKind.DIED not in kinds
         return replace(result, is_final=result.is_final or is_final)
 
 

@@ -131,7 +131,7 @@ class Supervisor:
             self._finished_s[member] = time.monotonic()
             return ended
         if ended.kind is ExitKind.LEFT:
-            print(f"paceline: {ended.message}: {self._num_members} workers continue", file=sys.stderr)
+            print(f"paceline: {ended.message}: {self._who_continues}", file=sys.stderr)
             return ended
         if ended.kind is not ExitKind.DIED:
             return ended  # an exception in the user's code would recur
@@ -148,7 +148,7 @@ class Supervisor:
         self._lost[member] = reason
         self._advance()
         self._schedule_replacement(slot, has_joined=has_joined)
-        what_follows = f"{self._num_members} workers continue" if has_joined else "it was about to join"
+        what_follows = self._who_continues if has_joined else "it was about to join"
         print(f"paceline: {reason}: {what_follows}", file=sys.stderr)
         return replace(ended, kind=ExitKind.LEFT)
 
@@ -172,8 +172,9 @@ class Supervisor:
         ]
 
     @property
-    def _num_members(self) -> int:
-        return sum(member not in self._lost for member in self.generation.members)
+    def _who_continues(self) -> str:
+        count = sum(member not in self._lost for member in self.generation.members)
+        return "1 worker continues" if count == 1 else f"{count} workers continue"
 
     @property
     def is_over(self) -> bool:

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -265,11 +265,27 @@ class Checkpointer:
         self._agreed = max(self._agreed, Decision(int(max(requests))))
         self.is_active |= self._agreed > Decision.CONTINUE
 
+    def _warn_of_unknown_names(self, saved: Collection[str]) -> None:
+        """All components are registered. saved: those of the checkpoint, if the run was resumed."""
+        if self._settings is None or not self._world.is_main:
+            return
+        own = [*OWN, *self._registered]
+        for setting, names, known in (
+            ("leave_out", self._settings.leave_out, own),
+            ("skip", self._settings.skip if saved else (), [*own, *saved]),
+        ):
+            if unknown := [name for name in names if name not in known]:
+                logger.warning(
+                    "%s=%s has no effect: there is no such component; there are %s",
+                    *(setting, unknown, ", ".join(dict.fromkeys(known))),
+                )
+
     def decide(self, loop: Loop) -> Decision:
         """What to do before the next step, equal on all workers. Raises if an earlier save failed."""
         position = loop.position
         if self._resumption is not None:
             self._resumption.complete()
+            self._warn_of_unknown_names(self._resumption.saved)
             self._resumption = None
         for writer in self._writers:
             if writer.pending is not None or self._has_failed:

@@ -78,8 +78,7 @@ class Resumption:
                 with self._explaining("the model, optimizer or scheduler"):
                     load_replica(replica, self._states)
             _discard_newer(folder, self._checkpoint)
-            saved = self._checkpoint.manifest.contents.components
-            self._expected = [name for name in saved if name not in {*OWN, *self._skip}]
+            self._expected = [name for name in self.saved if name not in {*OWN, *self._skip}]
         elif init_from is not None:
             load_weights(replica.model, Path(init_from))
         _check_progress(folder.root, self.position.step, communicator)
@@ -102,6 +101,11 @@ class Resumption:
         with self._explaining(f"component {name!r}", f"skip=[{name!r}]"):
             thing.load_state_dict(state)
         self._expected.remove(name)
+
+    @property
+    def saved(self) -> Collection[str]:
+        """The components of the checkpoint; empty for a fresh start."""
+        return () if self._checkpoint is None else self._checkpoint.manifest.contents.components
 
     def complete(self) -> None:
         """Called before the first step: raises if saved state was not loaded, and restores the random generators."""
@@ -238,7 +242,8 @@ def _first_readable(
                 return checkpoint, read(checkpoint)
         except CheckpointError as error:
             problem = str(error)
-            logger.warning("%s cannot be resumed from, trying the one before it: %s", path, problem)
+            if communicator.world.is_main:
+                logger.warning("%s cannot be resumed from, trying the one before it: %s", path, problem)
     raise CheckpointError(f"no checkpoint can be read. The last one tried: {problem}")
 
 

@@ -147,7 +147,7 @@ class Replica:
             guard.remove()
 
     def step_schedulers(self, loss: Callable[[], float] | None = None) -> None:
-        """loss: of the step, for ReduceLROnPlateau; None at the end of an epoch."""
+        """loss: of the step, for ReduceLROnPlateau; None at the end of an epoch, see `refuse_plateau`."""
         self._check_schedulers()
         self._step_schedulers(loss)
         self.note_schedulers()
@@ -164,18 +164,20 @@ class Replica:
                     "steps it after every optimizer step, or every epoch (scheduler_every=): remove this call"
                 )
 
+    def refuse_plateau(self) -> None:
+        """Schedulers are stepped at the end of an epoch, which has no loss of its own."""
+        if any(isinstance(each, torch.optim.lr_scheduler.ReduceLROnPlateau) for each in self.schedulers):
+            raise MisuseError(
+                "ReduceLROnPlateau needs a value at the end of an epoch: leave scheduler= out, step it in a hook "
+                "of trainer.every_epoch, and register it with trainer.register for checkpoints"
+            )
+
     def _step_schedulers(self, loss: Callable[[], float] | None) -> None:
         for scheduler in self.schedulers:
             if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
                 scheduler.step()
-            elif loss is not None:
-                if not math.isnan(value := loss()):  # NaN: the loss is unknown
-                    scheduler.step(value)
-            else:
-                raise MisuseError(
-                    "ReduceLROnPlateau needs a value at the end of an epoch: leave scheduler= out, step it in a hook "
-                    "of trainer.every_epoch, and register it with trainer.register for checkpoints"
-                )
+            elif loss is not None and not math.isnan(value := loss()):  # NaN: the loss is unknown
+                scheduler.step(value)
 
     def take_changes(self) -> list[torch.Tensor]:
         """Update the set of trained parameters. Returns those that are new to the run."""
