@@ -50,7 +50,7 @@ class _PlannedStep(NamedTuple):
 
     @property
     def after(self) -> Position:
-        return self.epoch.after(self.position, self.plan[-1].stop)
+        return self.position.after_step(self.plan[-1].stop, self.epoch.steps)
 
 
 @dataclass(eq=False)

@@ -65,10 +65,6 @@ class Epoch:
             )
         return total - position.micro_batch
 
-    def after(self, position: Position, num_micro_batches: int) -> Position:
-        """The position after a step of so many micro-batches."""
-        return position.after_step(num_micro_batches, self.steps)
-
 
 class Epochs:
     """The epochs of a run. Two are kept: the one in training, and the one that is read ahead.
@@ -132,8 +128,9 @@ class ShardedFeed:
         self._plan = plan = self._plan_step(left)
         count = plan[-1].stop
         start, stop = epoch.positions(position.micro_batch, count)
-        total_weight = stop - start if self._deliver.knows_weights else None
-        return Step(plan, stop - start, total_weight, count == left and position.micro_batch > 0)
+        num_samples = stop - start
+        total_weight = num_samples if self._deliver.knows_weights else None
+        return Step(plan, num_samples, total_weight, count == left and position.micro_batch > 0)
 
     def micro_batch(self, numbers: range) -> tuple[Any, int]:
         assert self._epoch is not None, "begin_step comes first"
@@ -145,7 +142,7 @@ class ShardedFeed:
 
     def after_step(self, position: Position) -> Position:
         assert self._epoch is not None, "begin_step comes first"
-        return self._epoch.after(position, self._plan[-1].stop)
+        return position.after_step(self._plan[-1].stop, self._epoch.steps)
 
     def reconnect(self) -> None:
         self._rank = self._communicator.world.rank
@@ -164,7 +161,7 @@ class ShardedFeed:
                 if numbers[0] >= first:
                     yield epoch.request(position.micro_batch + numbers[0], len(numbers))
             first = 0
-            position = epoch.after(position, plan[-1].stop)
+            position = position.after_step(plan[-1].stop, epoch.steps)
             epoch = self._epochs.known(position.epoch)
             if epoch is not None:
                 plan = self._plan_step(epoch.num_left(position))
@@ -183,13 +180,13 @@ class Delivery:
         self.knows_weights = weight_fn is None and not counts_samples(source)
 
     def __call__(self, read: Read) -> tuple[Any, int]:
-        batch = read.batch
-        if read.skipped and self._report_skipped is not None:
-            self._report_skipped(read.skipped)
+        batch, num_samples, skipped, _ = read
+        if skipped and self._report_skipped is not None:
+            self._report_skipped(skipped)
         if batch is None:
             return None, 0
         # Weighed on the host: reading a value from a GPU would wait for it.
-        weight = read.num_samples if self._weight_fn is None else weight_of(batch, self._weight_fn)
+        weight = num_samples if self._weight_fn is None else weight_of(batch, self._weight_fn)
         return batch if self._to_device is None else self._to_device(batch), weight
 
 
