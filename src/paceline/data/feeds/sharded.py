@@ -65,6 +65,10 @@ class Epoch:
             )
         return total - position.micro_batch
 
+    def after(self, position: Position, num_micro_batches: int) -> Position:
+        """The position after a step of so many micro-batches."""
+        return position.after_step(num_micro_batches, self.steps)
+
 
 class Epochs:
     """The epochs of a run. Two are kept: the one in training, and the one that is read ahead.
@@ -130,7 +134,8 @@ class ShardedFeed:
         start, stop = epoch.positions(position.micro_batch, count)
         num_samples = stop - start
         total_weight = num_samples if self._deliver.knows_weights else None
-        return Step(plan, num_samples, total_weight, count == left and position.micro_batch > 0)
+        is_cut = count == left and position.micro_batch > 0
+        return Step(plan, num_samples, total_weight, is_cut, epoch.after(position, count))
 
     def micro_batch(self, numbers: range) -> tuple[Any, int]:
         assert self._epoch is not None, "begin_step comes first"
@@ -139,10 +144,6 @@ class ShardedFeed:
             return self._deliver(self._read(request))
         self._prefetcher.expect(self._upcoming(numbers[0]))
         return self._deliver(self._prefetcher.take(request))
-
-    def after_step(self, position: Position) -> Position:
-        assert self._epoch is not None, "begin_step comes first"
-        return position.after_step(self._plan[-1].stop, self._epoch.steps)
 
     def reconnect(self) -> None:
         self._rank = self._communicator.world.rank
@@ -161,7 +162,7 @@ class ShardedFeed:
                 if numbers[0] >= first:
                     yield epoch.request(position.micro_batch + numbers[0], len(numbers))
             first = 0
-            position = position.after_step(plan[-1].stop, epoch.steps)
+            position = epoch.after(position, plan[-1].stop)
             epoch = self._epochs.known(position.epoch)
             if epoch is not None:
                 plan = self._plan_step(epoch.num_left(position))
