@@ -228,7 +228,8 @@ def test_a_drawn_order_goes_on_where_it_was(readers: int, feed_kind: Any) -> Non
         for _ in range(limit):
             step = feed.begin_step(position)
             found.append([feed.micro_batch(range(k, k + 1))[0].tolist() for k in step.plan[0]])
-            position = feed.after_step(position)
+            assert step is not None
+            position = step.after
         feed.close()
         return found, position
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ class Run:
         loop = self.loop
         self.enter()
         loop.begin_next_epoch()  # if the last one was left by `break`
-        loop.max_steps = max_steps
+        loop.max_steps = math.inf if max_steps is None else max_steps
         while not loop.is_over and (count is None or loop.position.epoch < count):
             first_step = loop.position.step
             epoch = TrainingEpoch(loop.position.epoch, self)

@@ -167,8 +167,8 @@ class OneLoss:
             self._source = [loss.item()] if loss.is_cpu else HostCopy(loss.reshape(1))
         else:
             self._source = loss
-        is_known = isinstance(self._source, list) and math.isfinite(self._source[0])
-        self.is_ordinary = is_known and not message.request
+        is_finite = isinstance(self._source, list) and math.isfinite(self._source[0])
+        self.is_ordinary = is_finite and not message.request and message.learning_rate is None
 
     @property
     def has_arrived(self) -> bool:

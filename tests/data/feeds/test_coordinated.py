@@ -119,7 +119,7 @@ def test_every_sample_once_also_after_a_stop(
         found = []
         while (limit is None or len(found) < limit) and (step := feed.begin_step(position)):
             found.append([i for k in step.plan[0] for i in feed.micro_batch(range(k, k + 1))[0].tolist()])
-            position = feed.after_step(position)
+            position = step.after
         feed.close()
         return found, position
 

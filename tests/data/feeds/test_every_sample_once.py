@@ -210,13 +210,13 @@ def train(
         if tries[0] is None:
             position = position.next_epoch()
             continue
-        trained += tries[0]
+        own, position = tries[0]
+        trained += own
         planner.taken += 1
-        position = feed.after_step(position)
     return trained, position
 
 
-def read_step(feed: Feed, rank: int, position: Position) -> list[Trained] | None:
+def read_step(feed: Feed, rank: int, position: Position) -> tuple[list[Trained], Position] | None:
     step = feed.begin_step(position)
     if step is None:
         return None
@@ -226,7 +226,7 @@ def read_step(feed: Feed, rank: int, position: Position) -> list[Trained] | None
         ids = [] if batch is None else ids_of(batch)
         assert weight == len(ids)
         trained.append((position.epoch, position.step, k, ids))
-    return trained
+    return trained, step.after
 
 
 def data_settings(case: Case, kind: Kind, hands: Hands) -> DataSettings:

@@ -94,10 +94,10 @@ def test_a_changing_plan_is_followed() -> None:
         own = make(source, steps, CPU, rank=rank, plan_step=lambda _, upcoming=upcoming: next(upcoming))
         position = Position()
         for plan in plans:
-            own.begin_step(position)
+            step = own.begin_step(position)
             for number in plan[rank]:
                 samples += own.micro_batch(range(number, number + 1))[0].tolist()
-            position = own.after_step(position)
+            position = step.after
     assert sorted(samples) == [*range(steps.num_samples)]
 
 
@@ -126,7 +126,7 @@ def test_steps_of_an_epoch_in_order_equal_those_of_a_fresh_feed(plan: Plan | Non
         assert step == fresh().begin_step(position)
         assert step.num_samples == step.total_weight
         num_seen += step.num_samples
-        position = going_on.after_step(position)
+        position = step.after
     assert num_seen == 3 * num_samples
 
 

@@ -34,12 +34,13 @@ class DataSettings:
 
 class Step(NamedTuple):
     """One step. `total_weight`: the sum of its micro-batches' weights, or None if it is not known in advance.
-    `is_cut`: it is the last step of its epoch and may be smaller than the others."""
+    `is_cut`: it is the last step of its epoch and may be smaller than the others. `after`: the position after it."""
 
     plan: Plan
     num_samples: int
     total_weight: int | None
     is_cut: bool
+    after: Position
 
 
 class Feed(Protocol):
@@ -50,9 +51,6 @@ class Feed(Protocol):
 
     def micro_batch(self, numbers: range) -> tuple[Any, int]:
         """The batch of these micro-batches of the step, on the device, and its weight in the step's mean."""
-
-    def after_step(self, position: Position) -> Position:
-        """The position after the step that was begun last."""
 
     def reconnect(self) -> None:
         """The communicator has other workers now: all of them call this together, and begin a step next."""

@@ -120,14 +120,10 @@ class CoordinatedFeed:
         num_samples = sum(count for count in counts if count != _MISSING)
         is_last = planned.epoch.num_left(position) == plan[-1].stop and position.micro_batch > 0
         total_weight = num_samples if self._deliver.knows_weights else None
-        return Step(plan, num_samples, total_weight, is_last or plan != planned.plan)
+        return Step(plan, num_samples, total_weight, is_last or plan != planned.plan, planned.after)
 
     def micro_batch(self, numbers: range) -> tuple[Any, int]:
         return self._deliver(self._own[numbers[0] - self._plan[self._world.rank].start])
-
-    def after_step(self, position: Position) -> Position:
-        assert self._current is not None
-        return self._current[0].after
 
     def reconnect(self) -> None:
         # Data read ahead was planned for other workers, and a stream's readers are ahead of the position.

@@ -132,8 +132,10 @@ class ShardedFeed:
         self._plan = plan = self._plan_step(left)
         count = plan[-1].stop
         start, stop = epoch.positions(position.micro_batch, count)
-        total_weight = stop - start if self._deliver.knows_weights else None
-        return Step(plan, stop - start, total_weight, count == left and position.micro_batch > 0)
+        num_samples = stop - start
+        total_weight = num_samples if self._deliver.knows_weights else None
+        is_cut = count == left and position.micro_batch > 0
+        return Step(plan, num_samples, total_weight, is_cut, epoch.after(position, count))
 
     def micro_batch(self, numbers: range) -> tuple[Any, int]:
         assert self._epoch is not None, "begin_step comes first"
@@ -142,10 +144,6 @@ class ShardedFeed:
             return self._deliver(self._read(request))
         self._prefetcher.expect(self._upcoming(numbers[0]))
         return self._deliver(self._prefetcher.take(request))
-
-    def after_step(self, position: Position) -> Position:
-        assert self._epoch is not None, "begin_step comes first"
-        return self._epoch.after(position, self._plan[-1].stop)
 
     def reconnect(self) -> None:
         self._rank = self._communicator.world.rank
@@ -183,13 +181,13 @@ class Delivery:
         self.knows_weights = weight_fn is None and not counts_samples(source)
 
     def __call__(self, read: Read) -> tuple[Any, int]:
-        batch = read.batch
-        if read.skipped and self._report_skipped is not None:
-            self._report_skipped(read.skipped)
+        batch, num_samples, skipped, _ = read
+        if skipped and self._report_skipped is not None:
+            self._report_skipped(skipped)
         if batch is None:
             return None, 0
         # Weighed on the host: reading a value from a GPU would wait for it.
-        weight = read.num_samples if self._weight_fn is None else weight_of(batch, self._weight_fn)
+        weight = num_samples if self._weight_fn is None else weight_of(batch, self._weight_fn)
         return batch if self._to_device is None else self._to_device(batch), weight
 
 

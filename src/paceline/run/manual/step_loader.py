@@ -97,8 +97,7 @@ class DeviceFeed:
             return None
         batches = [self._feed.micro_batch(range(k, k + 1))[0] for k in step.plan[self._rank]]
         missing = [None] * (len(self._copiers) - len(batches))
-        after = self._feed.after_step(position)
-        return tuple(copy(batch) for copy, batch in zip(self._copiers, [*batches, *missing], strict=True)), after
+        return tuple(copy(batch) for copy, batch in zip(self._copiers, [*batches, *missing], strict=True)), step.after
 
     def close(self) -> None:
         """End the readers. Safe to call twice."""

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 # Measure one of this many steps if no plan depends on it.
 SELDOM_MEASURED = 16
-NO_STEP = Step((), 0, None, is_cut=False)  # before the first
+NO_STEP = Step((), 0, None, is_cut=False, after=Position())  # before the first
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class Loop:
     ) -> None:
         world = communicator.world
         self.position = Position()
-        self.max_steps: int | None = None
+        self.max_steps = math.inf
         self.replica = replica
         self._config = config
         self.world = world
@@ -171,7 +171,7 @@ class Loop:
         self._gc_policy.begin_epoch()
         self.open.begun_at = None
         try:
-            while self.position.epoch == epoch and not self.is_over:
+            while self.position.epoch == epoch and self.position.step < self.max_steps:
                 try:
                     if (mine := self._next_share()) is None:
                         break
@@ -301,7 +301,7 @@ class Loop:
             if (numbers := self.exchange.finish()) is not None:
                 self._checkpointer.observe(numbers)  # an error, as soon as all have read it
                 self.exchange.complete()
-                self.position = self._feed.after_step(self.position)
+                self.position = self.open.step.after
         self.exchange.synchronize()
         raise left_error([self.world.rank])
 
@@ -374,7 +374,7 @@ class Loop:
     @property
     def is_over(self) -> bool:
         """Whether the run has reached its number of steps."""
-        return self.max_steps is not None and self.position.step >= self.max_steps
+        return self.position.step >= self.max_steps
 
     def synchronize(self) -> None:
         """Make all replicas equal, if the strategy lets them differ."""
@@ -479,7 +479,7 @@ class Loop:
 
     def _finish_step(self) -> StepRecord | None:
         position = self.position
-        plan, num_samples = self.open.step.plan, self.open.step.num_samples
+        plan, num_samples, _, _, after = self.open.step
         timing = self._stopwatch.send(len(plan[self.world.rank]))
         digest = self.replica.digest() if self.world.size > 1 else 0
         if self._recovery is not None and self._recovery.is_change_pending:
@@ -498,20 +498,18 @@ class Loop:
         self.planner.observe(plan, numbers)
         if not numbers.is_ordinary:
             self._checkpointer.observe(numbers)
+            if self.world.size == 1:  # its own: reading it from a GPU would wait
+                self._rates.apply([message.learning_rate])
+            elif self._rates.can_request(self.world):
+                self._rates.apply(numbers.learning_rates)
         # From here on every worker does the same. Code that may draw random numbers draws the same ones.
         self.step_to_seed = position.step
         if self.replica.may_draw:
             self._seed_for_all()
-        if self.world.size == 1:
-            if message.learning_rate is not None:  # its own: reading it from a GPU would wait
-                self._rates.apply([message.learning_rate])
-        elif not numbers.is_ordinary and self._rates.can_request(self.world):
-            self._rates.apply(numbers.learning_rates)
         for on_gradients in self.hooks.of_gradients:
             self._run_hook(on_gradients, self.replica.parameters)
         norm = early[0] if early else self.update.clip() if self._has_norm else None
-        is_ordinary = numbers.is_ordinary and norm is None
-        if is_ordinary or self._is_step_valid(numbers, norm):
+        if (numbers.is_ordinary and norm is None) or self._is_step_valid(numbers, norm):
             if not early:
                 self.update.step()
             if self._average is not None:
@@ -538,7 +536,7 @@ class Loop:
             norm,
         )
         self.last_record = record
-        self.position = self._feed.after_step(position)
+        self.position = after
         if self.hooks.of_steps:
             self.hooks.queue_step(record)
         if lost is not None:

@@ -54,7 +54,6 @@ class DirectGradients:
     def end_micro_batch(self, loss: torch.Tensor | None) -> None:
         if self._replayed is None:
             self._watch.check()
-            self._watch.forget()
         self._loss = loss
 
     def has_gradient(self) -> bool:

@@ -193,7 +193,6 @@ class MeanGradients:
         self._may_send = self._is_open = False
         gradients = list(map(_gradient, self._parameters))
         self._watch.check()
-        self._watch.forget()
         self._refuse(0, gradients)
         change = self._buffers.change(self._number) if self._has_buffers else None
         if self._factor:  # without weight nothing is added, not even 0 * NaN

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from typing import TypeAlias
 
 import torch
@@ -37,7 +38,7 @@ class GradientWatch:
         self._parameters = parameters
         is_small = sum(parameter.numel() for parameter in parameters) < SMALL_NUMEL
         self._num_whole_left = NUM_WHOLE_CHECKS if is_small else sys.maxsize
-        self._turn = -1
+        self._turns = cycle(enumerate(parameters))
         self._seen: list[_Seen] = []  # since the micro-batch began
         self._by_hooks: dict[int, _Seen] = {}
         self._hooks: list[RemovableHandle] = [
@@ -51,9 +52,7 @@ class GradientWatch:
 
     def forget(self) -> None:
         """Forget the gradients until the next backward."""
-        self._seen = []
-        if self._by_hooks:
-            self._by_hooks.clear()
+        self._seen, self._by_hooks = [], {}
 
     def backward(self, loss: torch.Tensor, retain_graph: bool) -> None:
         """Run the trainer's backward, and remember the gradients that it leaves."""
@@ -62,19 +61,20 @@ class GradientWatch:
         if self._seen:
             self.check()
         loss.backward(retain_graph=retain_graph)
-        parameters = self._parameters
         if self._num_whole_left:
             self._num_whole_left -= 1
-            gradients = [parameter.grad for parameter in parameters]
+            gradients = [parameter.grad for parameter in self._parameters]
             self._seen = [(i, g, -1 if g is None else g._version) for i, g in enumerate(gradients)]
         else:
-            self._turn = turn = (self._turn + 1) % len(parameters)
-            gradient = parameters[turn].grad
-            self._seen = [(turn, gradient, -1 if gradient is None else gradient._version)]
+            index, parameter = next(self._turns)
+            gradient = parameter.grad
+            self._seen = [(index, gradient, -1 if gradient is None else gradient._version)]
 
     def check(self) -> None:
-        """Raise if a gradient is not the one that backward left."""
-        for index, gradient, version in self._seen or self._by_hooks.values():
+        """Raise if a gradient is not the one that backward left. Forgets them."""
+        seen = self._seen or self._by_hooks.values()
+        self._seen, self._by_hooks = [], {}
+        for index, gradient, version in seen:
             if self._parameters[index].grad is not gradient or (gradient is not None and gradient._version != version):
                 raise self._changed(index)
 
