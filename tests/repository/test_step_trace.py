@@ -32,7 +32,7 @@ def traced_steps() -> list[set[tuple[str, str]]]:
     """By step: the (file, function) pairs of Paceline that this worker enters in the README's loop."""
     # As in steps of more than 10 ms, each of which updates the speeds. Restored: tests share the pool's workers.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planner, "LOOK_EVERY_S", 1e-9)
+        patch.setattr(planner, "OBSERVE_EVERY_S", 1e-9)
         return _traced_steps()
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from paceline.core.errors import MisuseError
 from paceline.run import control
-from paceline.run.control import ControlError, ControlServer, NoAnswer, NobodyListens, ask, socket_path
+from paceline.run.control import ControlError, ControlServer, NoAnswer, NotListening, ask, socket_path
 
 NOBODY = 65534
 
@@ -68,7 +68,7 @@ def receive_all(connection: socket.socket) -> bytes:
 
 def as_user(user: int, call: Callable[[], object]) -> type[Exception] | None:
     """Call it in a child process of that user; the kind of exception it raised."""
-    kinds = [ControlError, NobodyListens, PermissionError, Exception]
+    kinds = [ControlError, NotListening, PermissionError, Exception]
     child = os.fork()
     if child == 0:
         os.setgid(user)
@@ -325,12 +325,12 @@ def test_a_run_that_changes_its_folder_leaves_nothing(tmp_path: Path, monkeypatc
 
 def test_the_socket_of_a_dead_run_is_recognised_and_replaced(tmp_path: Path) -> None:
     path = socket_path(tmp_path)
-    with pytest.raises(NobodyListens, match=r"no process listens at .*: No such file"):
+    with pytest.raises(NotListening, match=r"no process listens at .*: No such file"):
         ask(path, {"command": "status"})
     path.parent.mkdir()
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
-    with pytest.raises(NobodyListens, match=r"no process listens at .*: Connection refused"):
+    with pytest.raises(NotListening, match=r"no process listens at .*: Connection refused"):
         ask(path, {"command": "status"})
     with Run().serve(tmp_path):
         assert ask(path, {"command": "status"})["step"] == 12

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.core.timing import Timing
 from paceline.plan.balance import Balancer
-from paceline.run.step.planner import LOOK_EVERY_S, MAX_UNSEEN, FixedPlanner, MeasuringPlanner
+from paceline.run.step.planner import MAX_UNSEEN, OBSERVE_EVERY_S, FixedPlanner, MeasuringPlanner
 
 
 class CountingBalancer(Balancer):
@@ -43,7 +43,7 @@ def taken(step_s: float, num_steps: int, slowness: float = 3.0) -> tuple[Measuri
 
 @pytest.mark.parametrize(
     ("step_s", "num_steps", "num_told"),
-    [(LOOK_EVERY_S, 20, 20), (1.0, 20, 20), (LOOK_EVERY_S / 3.9, 20, 5), (1e-9, 5 * MAX_UNSEEN, 5)],
+    [(OBSERVE_EVERY_S, 20, 20), (1.0, 20, 20), (OBSERVE_EVERY_S / 3.9, 20, 5), (1e-9, 5 * MAX_UNSEEN, 5)],
 )
 def test_short_steps_are_looked_at_now_and_then(step_s: float, num_steps: int, num_told: int) -> None:
     planner, balancer = taken(step_s, num_steps)
@@ -91,7 +91,7 @@ def shares_of(planner: MeasuringPlanner, step_size: int, step_s: float, slowness
     return found
 
 
-@pytest.mark.parametrize("step_s", [1.0, LOOK_EVERY_S / 4, 1e-6])
+@pytest.mark.parametrize("step_s", [1.0, OBSERVE_EVERY_S / 4, 1e-6])
 def test_a_worker_without_a_share_gets_a_micro_batch_in_ten_steps_however_short_they_are(step_s: float) -> None:
     found = shares_of(MeasuringPlanner(2, 2), 2, step_s, 30.0, 60)
     assert found[1:] == [0] * 8 + ([1] + [0] * 9) * 5 + [1]

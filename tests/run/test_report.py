@@ -17,7 +17,7 @@ import paceline as pl
 from paceline.core.timing import Timing
 from paceline.observe.timeline.recorder import NoTimeline
 from paceline.run.step import stopwatch
-from paceline.run.step.stopwatch import Account
+from paceline.run.step.stopwatch import TimeTotals
 
 X, Y = vectors(320)
 
@@ -46,7 +46,7 @@ class FakeNumbers:
 
 
 def test_literal_times() -> None:
-    account = Account(2)
+    account = TimeTotals(2)
     for _ in range(10):
         # 3 x 0.1 s and 0.02 s of waiting; 1 x 0.3 s; 0.05 s of exchange; 0.05 s and 0.07 s of optimizer.
         numbers = FakeNumbers(Timing(0.1, 0.07, 0.05), Timing(0.3, 0.05, 0.07))
@@ -66,7 +66,7 @@ def test_literal_times() -> None:
 
 
 def test_steps_without_a_measurement_count_with_the_next() -> None:
-    account = Account(1)
+    account = TimeTotals(1)
     for timing in [Timing(0.1), Timing(), Timing(0.1, 0.02, 0.01)]:
         account.add(((range(2),), 4, FakeNumbers(timing)))  # type: ignore[arg-type]
     (worker,) = account.report().workers
@@ -85,7 +85,7 @@ def test_the_wait_for_data_is_a_part_of_the_time_per_micro_batch(monkeypatch: py
 
 
 def test_nothing_done_is_reported_as_nothing() -> None:
-    report = Account(2).report()
+    report = TimeTotals(2).report()
     assert report.samples_per_s == report.efficiency == 0.0
     assert str(report)
 

@@ -16,7 +16,7 @@ from paceline.cli import commands as cli
 from paceline.cli.commands import CommandError, choose_run, find_runs
 from paceline.observe import formats
 from paceline.observe.run_files import RunFiles, last_sign, read_status, state_of
-from paceline.run.control import ControlError, NoAnswer, NobodyListens, ask, socket_path
+from paceline.run.control import ControlError, NoAnswer, NotListening, ask, socket_path
 
 NOT_RUNNING = 3
 ABORT_TIMEOUT_S = 30.0
@@ -153,7 +153,7 @@ def _abort(options: argparse.Namespace) -> None:
         kept = "it has no checkpoint yet" if newest is None else f"its newest checkpoint is {newest.name}"
         if input(f"abort {files.root.name}? {kept} [y/N] ").strip().lower() not in ("y", "yes"):
             raise CommandError(f"{files.root.name} was not aborted")
-    with suppress(NobodyListens):  # it may end before it answers
+    with suppress(NotListening):  # it may end before it answers
         _request(files, "abort")
     _wait_for_end(files, ABORT_TIMEOUT_S, "the request to abort")
     print(f"{files.root.name} is aborted")
@@ -194,10 +194,10 @@ def _request(files: RunFiles, command: str, **arguments: Any) -> dict[str, Any]:
         raise CommandError(f"{files.root.name} runs on {status.host}: use the command there")
     try:
         return ask(socket_path(files.root), {"command": command, **arguments})
-    except NobodyListens as error:
+    except NotListening as error:
         if _state(files) != "live":
             raise _not_running(files) from error
-        raise NobodyListens(f"{error}. Runs take requests once their workers have started; try again") from error
+        raise NotListening(f"{error}. Runs take requests once their workers have started; try again") from error
     except NoAnswer as error:
         raise NoAnswer(f"{error}; {_kill_hint(files)}") from error
 

@@ -49,7 +49,7 @@ class ControlError(PacelineError):
     """A run could not be reached, or refused a request."""
 
 
-class NobodyListens(ControlError):
+class NotListening(ControlError):
     """There is no socket, or no process behind it: the run has ended, has not started, or is on another host."""
 
 
@@ -181,11 +181,11 @@ def ask(path: Path, request: Mapping[str, Any], timeout_s: float = 5.0) -> dict[
         except (BrokenPipeError, ConnectionResetError):
             line = b""
         except OSError as error:
-            raise NobodyListens(f"no process listens at {path}: {error.strerror}") from error
+            raise NotListening(f"no process listens at {path}: {error.strerror}") from error
     try:
         reply = json.loads(line)
     except ValueError:
-        raise NobodyListens(f"no answer from {path}: the run has ended, or has too many clients") from None
+        raise NotListening(f"no answer from {path}: the run has ended, or has too many clients") from None
     if not reply.pop("ok", False):
         raise ControlError(str(reply.get("error")))
     return dict(reply)

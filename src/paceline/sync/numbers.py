@@ -36,18 +36,18 @@ class WorkerMessage(NamedTuple):
     learning_rate: tuple[float, int] | None = None
 
 
-SILENCE = WorkerMessage()
+NO_MESSAGE = WorkerMessage()
 
 # Sent by a worker that left its epoch's loop: all workers end with an error.
-LEFT = 4.0
+ABANDONED = 4.0
 
 
-def check_nobody_left(requests: Sequence[float]) -> None:
-    if LEFT in requests:
-        raise left_error([rank for rank, request in enumerate(requests) if request == LEFT])
+def check_not_abandoned(requests: Sequence[float]) -> None:
+    if ABANDONED in requests:
+        raise abandoned_error([rank for rank, request in enumerate(requests) if request == ABANDONED])
 
 
-def left_error(ranks: Sequence[int]) -> MisuseError:
+def abandoned_error(ranks: Sequence[int]) -> MisuseError:
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
     return MisuseError(
         f"{who} left the loop of an epoch before its end, by `break` or `return`. Several workers must end an epoch "
@@ -156,10 +156,12 @@ class OneLoss:
 
     digests: Sequence[int] = ()
 
-    def __init__(self, loss: torch.Tensor | Arriving | None, weight: float, message: WorkerMessage = SILENCE) -> None:
+    def __init__(
+        self, loss: torch.Tensor | Arriving | None, weight: float, message: WorkerMessage = NO_MESSAGE
+    ) -> None:
         self.total_weight = weight
         self._message = message
-        self._is_told = loss is not None
+        self._is_loss_known = loss is not None
         # Without weight the loss is a mean over nothing, possibly 0/0.
         if loss is None or not weight:
             self._source: list[float] | Arriving = [0.0]
@@ -202,7 +204,7 @@ class OneLoss:
 
     @property
     def loss(self) -> float:
-        return self.losses[0] if self.total_weight and self._is_told else math.nan
+        return self.losses[0] if self.total_weight and self._is_loss_known else math.nan
 
 
 @dataclass(frozen=True)

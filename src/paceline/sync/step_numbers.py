@@ -52,7 +52,7 @@ class Layout:
             "largest": m if self.is_exact else 0,  # by micro-batch: the largest magnitude, unless it is finite
             "peaks": workers * self.num_grids,  # by worker and tensor: the largest of the worker's terms
             "weights": m,
-            "untold": 1,  # micro-batches without a known loss: the user called loss.backward()
+            "unreported": 1,  # micro-batches without a known loss: the user called loss.backward()
             "messages": _MESSAGE * workers,
             "used": self.num_parameters,
             "changed_buffers": self.num_buffers,
@@ -157,15 +157,15 @@ class StepNumbersWriter:
             self._numbers[self._first_largest + number] = magnitude
 
     def write(
-        self, message: WorkerMessage, used: Sequence[float], changed: Sequence[bool], *, num_untold: int = 0
+        self, message: WorkerMessage, used: Sequence[float], changed: Sequence[bool], *, num_unreported: int = 0
     ) -> None:
         """Write the numbers that the host knows.
 
         used: 1 for parameters with a gradient. changed: whether forward changed a buffer, for buffers without a rule.
-        num_untold: micro-batches without a known loss.
+        num_unreported: micro-batches without a known loss.
         """
         parts = self._layout.parts
-        self._numbers[parts["untold"].start] = num_untold
+        self._numbers[parts["unreported"].start] = num_unreported
         timing, request, digest, learning_rate = message
         rate = _rate_parts(learning_rate) if learning_rate is not None else _NO_RATE
         low = digest & ((1 << _DIGEST_BITS) - 1)
@@ -297,6 +297,6 @@ class StepNumbers:
     def loss(self) -> float:
         weights = self.weights
         total = sum(weights)
-        if not total or self._values("untold")[0]:
+        if not total or self._values("unreported")[0]:
             return math.nan
         return float(sum(map(mul, weights, self.losses)) / total)

@@ -14,7 +14,7 @@ import torch
 
 from paceline.plan.shares import Plan
 from paceline.sync.buffers import Buffers
-from paceline.sync.numbers import SILENCE, Numbers, WorkerMessage
+from paceline.sync.numbers import NO_MESSAGE, Numbers, WorkerMessage
 
 # From a step's numbers to whether the step counts.
 Accept: TypeAlias = Callable[[Numbers], bool]
@@ -65,7 +65,7 @@ class GradientExchange(Protocol):
     def set_parameters(self, parameters: Mapping[str, torch.Tensor], buffers: Buffers) -> None:
         """Train these parameters from now on. Called between two steps, on all workers."""
 
-    def send(self, message: WorkerMessage = SILENCE) -> None:
+    def send(self, message: WorkerMessage = NO_MESSAGE) -> None:
         """Start the exchange of everything not sent yet, with this worker's message."""
 
     def finish(self, accept: Accept = lambda _: True, update_unless: UpdateUnless | None = None) -> Numbers | None:

@@ -31,7 +31,7 @@ from paceline.cli.watch.runs import RunEntry, Runs
 from paceline.cli.watch.stream import Streams
 from paceline.observe.json_lines import to_json
 from paceline.observe.run_files import read_status, state_of
-from paceline.run.control import ControlError, NobodyListens, ask, socket_path
+from paceline.run.control import ControlError, NotListening, ask, socket_path
 
 # Long files are read by so many requests at a time.
 MAX_READERS = 2
@@ -118,7 +118,7 @@ def request_of(run: RunEntry, command: str) -> tuple[int, dict[str, Any]]:
         return 409, {"error": f"{run.name} runs on {status.host}: use `paceline runs {command}` there"}
     try:
         return 200, {"ok": True, **ask(socket_path(run.files.root.absolute()), {"command": command})}
-    except NobodyListens as error:
+    except NotListening as error:
         if command == "abort":  # it may be gone before it answers
             return 200, {"ok": True}
         return 502, {"error": f"{error}. Runs take requests once their workers have started; try again"}

@@ -178,7 +178,7 @@ class Rejoining:
         self._row.enter(Activity.ELSEWHERE)
         self._emit(before, monotonic() - began_s)
 
-    def meet(self, error: BaseException) -> bool:
+    def resolve_step(self, error: BaseException) -> bool:
         """Whether to complete the update of the open step, for which this worker has all data. `rejoin` follows.
 
         If any worker has begun its update, all had the data and complete it. Otherwise none has changed anything.

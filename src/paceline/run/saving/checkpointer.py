@@ -40,7 +40,7 @@ from paceline.run.step.ema import PieceAverage
 from paceline.run.step.loop import Loop
 from paceline.run.step.planner import GPU_LAG_STEPS
 from paceline.run.step.replica import Replica
-from paceline.sync.numbers import Numbers, check_nobody_left
+from paceline.sync.numbers import Numbers, check_not_abandoned
 
 logger = logging.getLogger("paceline")
 
@@ -261,7 +261,7 @@ class Checkpointer:
     def _agree(self, numbers: Numbers) -> None:
         # A single worker knows its own request: reading it from a GPU would wait.
         requests = numbers.requests if self._world.size > 1 else (self.requested,)
-        check_nobody_left(requests)
+        check_not_abandoned(requests)
         self._agreed = max(self._agreed, Decision(int(max(requests))))
         self.is_active |= self._agreed > Decision.CONTINUE
 

@@ -144,9 +144,9 @@ class ReplicaCheck:
             step_s = num_micro_batches * timing.micro_batch + timing.sync + timing.rest
             if self._num_steps * step_s * MAX_COST < self._cost_s():
                 return
-        self.look(step)
+        self.compare(step)
 
-    def look(self, step: int) -> None:
+    def compare(self, step: int) -> None:
         """Raise on all workers if the weights of any differ from rank 0's. Called by all together."""
         if self._communicator is None or self._communicator.world.size == 1:
             return

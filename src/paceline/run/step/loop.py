@@ -40,13 +40,13 @@ from paceline.run.step.out_of_memory import explain_out_of_memory
 from paceline.run.step.planner import Planner
 from paceline.run.step.record import StepRecord
 from paceline.run.step.replica import Number, Replica
-from paceline.run.step.sharded_update import Meeting, ShardedUpdate
+from paceline.run.step.sharded_update import ShardedUpdate, StepResolver
 from paceline.run.step.sharding import make_update
-from paceline.run.step.stopwatch import Account, stopwatch_for
+from paceline.run.step.stopwatch import TimeTotals, stopwatch_for
 from paceline.sync.averaging.strategy import Averaging
 from paceline.sync.buffers import Buffers
 from paceline.sync.loss_scale import LossScale
-from paceline.sync.numbers import LEFT, Numbers, WorkerMessage, left_error
+from paceline.sync.numbers import ABANDONED, Numbers, WorkerMessage, abandoned_error
 from paceline.sync.strategy import GradientExchange, UpdateUnless
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class OpenStep:
         return self.has_micro_batch or not self.is_last
 
 
-class Recovery(Meeting, Protocol):
+class Recovery(StepResolver, Protocol):
     """How a run goes on when its workers change."""
 
     @property
@@ -131,7 +131,7 @@ class Loop:
         is_planned = not isinstance(communicator, SingleCommunicator) or config.strategy != "gradients"
         self._stopwatch = stopwatch_for(world.device, timeline, 1 if is_planned else SELDOM_MEASURED)
         self._timeline = timeline
-        self._account = Account(world.size)
+        self._account = TimeTotals(world.size)
         self.events = events
         self._checkpointer = checkpointer
         self._average = average
@@ -281,7 +281,7 @@ class Loop:
     def _tell_left(self) -> None:
         """Take part in the others' steps without gradients until all workers know that this one left."""
         if self.world.device.type != "cpu":  # they would read it some steps later
-            raise left_error([self.world.rank])
+            raise abandoned_error([self.world.rank])
         is_under_way = self.open.is_under_way
         if self.open.has_micro_batch:
             self.exchange.end_micro_batch(None)
@@ -297,13 +297,13 @@ class Loop:
                     self.exchange.begin_micro_batch(mine[-1], 0, is_last=True)
                     self.exchange.end_micro_batch(None)
             is_under_way = False
-            self.exchange.send(WorkerMessage(request=LEFT, digest=self.replica.digest()))
+            self.exchange.send(WorkerMessage(request=ABANDONED, digest=self.replica.digest()))
             if (numbers := self.exchange.finish()) is not None:
                 self._checkpointer.observe(numbers)  # an error, as soon as all have read it
                 self.exchange.complete()
                 self.position = self.open.step.after
         self.exchange.synchronize()
-        raise left_error([self.world.rank])
+        raise abandoned_error([self.world.rank])
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Run backward for this micro-batch's loss, a mean over its samples. Gradients of several calls add up."""
@@ -390,7 +390,7 @@ class Loop:
 
     def check_replicas(self) -> None:
         """Raise on all workers if their weights differ. Called by all workers together, between two steps."""
-        self._replica_check.look(self.position.step)
+        self._replica_check.compare(self.position.step)
 
     def explain(self, error: BaseException) -> None:
         """Add a note with a remedy to an out-of-memory error."""
@@ -410,7 +410,7 @@ class Loop:
     def recover_with(self, recovery: Recovery) -> None:
         self._recovery = recovery
         if self._divided is not None:
-            self._divided.meeting = recovery
+            self._divided.resolver = recovery
 
     def regroup(self, planner_state: Mapping[str, Any], previous_ranks: Sequence[int | None]) -> None:
         """Divide the work among the workers of the new world.
@@ -515,7 +515,7 @@ class Loop:
             if self._average is not None:
                 self._average.update()
             if self.replica.schedulers and self._config.optimization.scheduler_every == "step":
-                self.replica.step_schedulers(lambda: self._told_loss(numbers))
+                self.replica.step_schedulers(lambda: self._known_loss(numbers))
             is_skipped = False
         else:
             is_skipped = True
@@ -613,7 +613,7 @@ class Loop:
         for hook in self.hooks.of_parameters:
             hook()
 
-    def _told_loss(self, numbers: Numbers) -> float:
+    def _known_loss(self, numbers: Numbers) -> float:
         if not self.open.is_loss_known:
             raise MisuseError(
                 "ReduceLROnPlateau needs the loss, which is unknown after a bare loss.backward(): call "

@@ -19,9 +19,9 @@ from paceline.sync.numbers import Numbers
 # Numbers from a GPU are read this many steps late, so that the host does not wait for the device.
 GPU_LAG_STEPS = 2
 # Of shorter steps only some are used: updating the speeds takes a third of a small model's step.
-LOOK_EVERY_S = 0.01
+OBSERVE_EVERY_S = 0.01
 # And of many workers' steps: planning takes a microsecond or two per worker, which is to be 1% of the time at most.
-LOOK_EVERY_S_PER_WORKER = 1.5e-4
+OBSERVE_EVERY_S_PER_WORKER = 1.5e-4
 MAX_UNSEEN = 100  # steps in a row that are not used
 
 
@@ -78,7 +78,7 @@ class FixedPlanner(Planner):
 class MeasuringPlanner(Planner):
     """Shares that follow the workers' measured speeds.
 
-    schedule: see `Balancer`. look_every_s: of shorter steps only some are used.
+    schedule: see `Balancer`. observe_every_s: of shorter steps only some are used.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class MeasuringPlanner(Planner):
         num_workers: int,
         hints: Sequence[float] | None = None,
         schedule: tuple[int, int] = (1, 1),
-        look_every_s: float = LOOK_EVERY_S,
+        observe_every_s: float = OBSERVE_EVERY_S,
     ) -> None:
         self._step_size = step_size
         self._schedule = schedule
-        self._look_every_s = look_every_s
+        self._observe_every_s = observe_every_s
         self._num_workers = num_workers
         self._balancer = Balancer(num_workers, hints, schedule)
         self._plans: dict[int, Plan] = {}  # by step size; cleared when they may change
@@ -117,7 +117,7 @@ class MeasuringPlanner(Planner):
         timings = numbers.timings
         first = timings[0]
         step_s = len(plan[0]) * first.micro_batch + first.sync + first.rest
-        every_s = self._look_every_s and max(self._look_every_s, LOOK_EVERY_S_PER_WORKER * self._num_workers)
+        every_s = self._observe_every_s and max(self._observe_every_s, OBSERVE_EVERY_S_PER_WORKER * self._num_workers)
         self._num_unseen = min(math.ceil(every_s / step_s or 1) - 1, MAX_UNSEEN) if step_s else 0
         seconds_per_micro_batch, _, delays, _, _ = zip(*timings, strict=True)
         self._balancer.observe(seconds_per_micro_batch, delays)
@@ -206,7 +206,7 @@ def planner_for(config: RunConfig, world: World, step_size: int, *, can_change: 
         balancing = config.balancing
         schedule = (balancing.replan_after, balancing.replan_every)
         # With averaging the times of a round arrive in a single step, which must not be left out.
-        look_every_s = 0.0 if isinstance(config.strategy, Averaging) else LOOK_EVERY_S
+        observe_every_s = 0.0 if isinstance(config.strategy, Averaging) else OBSERVE_EVERY_S
         hints = None if world.is_joining else balancing.speed_hints
-        planner = MeasuringPlanner(step_size, world.size, hints, schedule, look_every_s)
+        planner = MeasuringPlanner(step_size, world.size, hints, schedule, observe_every_s)
     return LaggedPlanner(planner, GPU_LAG_STEPS) if world.device.type == "cuda" else planner

@@ -24,10 +24,10 @@ class Phase(IntEnum):
     AGREED = 2
 
 
-class Meeting(Protocol):
+class StepResolver(Protocol):
     """How the remaining workers agree, after a loss, what to do with the open step."""
 
-    def meet(self, error: BaseException) -> bool:
+    def resolve_step(self, error: BaseException) -> bool:
         """Whether to complete it, because others may have, and rejoin after that. If not, rejoin immediately."""
 
 
@@ -45,7 +45,7 @@ class ShardedUpdate(Update):
         self._shards = pieces.shards
         self._total_norm: torch.Tensor | None = None
         self.phase = Phase.NONE
-        self.meeting: Meeting | None = None
+        self.resolver: StepResolver | None = None
         self._must_rejoin = False
 
     @property
@@ -57,13 +57,13 @@ class ShardedUpdate(Update):
         self.phase = Phase.NONE
         if self._max_norm is not None:
             self._total_norm = self._norm()
-        if self.meeting is None:
+        if self.resolver is None:
             return
         self.phase = Phase.READY
         try:
             self._wait_for_all()
         except (GenerationEnded, CommunicationError) as error:
-            if not self.meeting.meet(error):
+            if not self.resolver.resolve_step(error):
                 self.phase = Phase.NONE
                 raise GenerationEnded("the step is repeated") from error
             self._must_rejoin = True

@@ -37,7 +37,7 @@ class HostStopwatch:
         self._num_begun = 0
         self._is_measured = True
         self._moments: list[float] = []
-        self._num_told = 0  # of these, up to the last that was measured
+        self._num_reported = 0  # of these, up to the last that was measured
         self._in_passes = self._sync = self._rest = self._feed = 0.0
 
     def begin_step(self) -> None:
@@ -72,8 +72,8 @@ class HostStopwatch:
             sent, received, ended, _ = moments[-4:]
             self._sync = received - sent
             self._rest = sent - moments[1] - self._in_passes + ended - received
-            self._feed = (self._num_begun - self._num_told) * (moments[1] - moments[0])
-        self._num_told = self._num_begun
+            self._feed = (self._num_begun - self._num_reported) * (moments[1] - moments[0])
+        self._num_reported = self._num_begun
         if self._record is not None:
             self._record(step, moments)
 
@@ -90,7 +90,7 @@ class CudaStopwatch:
     def __init__(self, recorder: Recorder, interval: int) -> None:
         self._record = None if isinstance(recorder, NoTimeline) else recorder.step
         self._interval = interval if self._record is None else 1
-        self._num_begun = self._num_told = 0
+        self._num_begun = self._num_reported = 0
         self._clock = _DeviceClock()
         self._unread: deque[_MeasuredStep] = deque()
 
@@ -120,7 +120,7 @@ class CudaStopwatch:
         if self._is_measured:
             is_first = self._num_begun == 1  # it compiled, allocated and connected
             count = 0 if is_first else self._num_micro_batches
-            num_steps, self._num_told = self._num_begun - self._num_told, self._num_begun
+            num_steps, self._num_reported = self._num_begun - self._num_reported, self._num_begun
             self._unread.append(_MeasuredStep(step, self._moments, count, self._begun_at, is_first, num_steps))
 
     def flush(self) -> None:
@@ -194,7 +194,7 @@ def stopwatch_for(device: torch.device, recorder: Recorder, interval: int = 1) -
     return (CudaStopwatch if device.type == "cuda" else HostStopwatch)(recorder, interval)
 
 
-class Account:
+class TimeTotals:
     """Adds up the times of all workers. Reads many steps at a time, when their numbers have arrived from the GPU.
 
     add: takes a completed step's plan, number of samples, and numbers.

@@ -29,7 +29,7 @@ from paceline.sync.averaging.settings import Averaging as Averaging
 from paceline.sync.buffers import Buffers
 from paceline.sync.compression.residuals import Residuals
 from paceline.sync.compression.settings import Compression
-from paceline.sync.numbers import SILENCE, LocalNumbers, OneLoss, RoundMean, WorkerMessage, check_nobody_left
+from paceline.sync.numbers import NO_MESSAGE, LocalNumbers, OneLoss, RoundMean, WorkerMessage, check_not_abandoned
 from paceline.sync.step_numbers import StepNumbers
 from paceline.sync.strategy import Accept, GradientExchange, UpdateUnless
 
@@ -132,7 +132,7 @@ class AveragedReplicas:
         self._request = 0.0
         self._reported = self._nothing_reported
 
-    def send(self, message: WorkerMessage = SILENCE) -> None:
+    def send(self, message: WorkerMessage = NO_MESSAGE) -> None:
         self._request = message.request
         self._times.add(message.timing, len(self._mine))
         if self._mine:
@@ -271,7 +271,7 @@ class AveragedReplicas:
             self._drop_average()
             raise
         requests, num_steps = [each.request for each in rounds], int(rounds[0].num_steps)
-        check_nobody_left(requests)
+        check_not_abandoned(requests)
         timings = [Timing(each.micro_batch_s, each.sync_s, each.rest_s, each.data_s, each.feed_s) for each in rounds]
         if num_steps:
             self._reported = timings, requests

@@ -10,7 +10,7 @@ import torch
 from paceline.plan.shares import Plan
 from paceline.sync.buffers import Buffers
 from paceline.sync.gradients.watch import GradientWatch
-from paceline.sync.numbers import SILENCE, Arriving, OneLoss, WorkerMessage
+from paceline.sync.numbers import NO_MESSAGE, Arriving, OneLoss, WorkerMessage
 from paceline.sync.strategy import Accept, UpdateUnless
 
 
@@ -64,7 +64,7 @@ class DirectGradients:
                 return True
         return False
 
-    def send(self, message: WorkerMessage = SILENCE) -> None:
+    def send(self, message: WorkerMessage = NO_MESSAGE) -> None:
         self._message = message
 
     def finish(self, accept: Accept = lambda _: True, update_unless: UpdateUnless | None = None) -> OneLoss:

@@ -20,7 +20,7 @@ from paceline.sync.gradients.grids import Grids
 from paceline.sync.gradients.layout import BucketLayout, cut_into_buckets, sum_dtype
 from paceline.sync.gradients.sums import ExactSums, OneTermSums, PlainSums
 from paceline.sync.gradients.watch import GradientWatch
-from paceline.sync.numbers import SILENCE, WorkerMessage
+from paceline.sync.numbers import NO_MESSAGE, WorkerMessage
 from paceline.sync.step_numbers import Layout, StepNumbers, StepNumbersWriter
 from paceline.sync.strategy import Accept, UpdateUnless
 
@@ -110,7 +110,7 @@ class MeanGradients:
             ]
         self._is_open = self._may_send = False
         self._used = [0.0] * len(self._names)
-        self._num_untold = 0
+        self._num_unreported = 0
         # By bucket: the micro-batches whose peaks are not in the step's numbers yet.
         self._with_peaks: dict[ExactSums, list[int]] = {}
 
@@ -162,7 +162,7 @@ class MeanGradients:
         self._pending = []
         self._is_first = True  # nothing was added yet
         self._used = [0.0] * len(self._names)
-        self._num_untold = 0
+        self._num_unreported = 0
         self._with_peaks.clear()
         self._writer.clear()
         if self._has_buffers:
@@ -202,7 +202,7 @@ class MeanGradients:
                 self._add(sums, gradients[sums.layout.slice])
             self._is_first = False
             if loss is None:
-                self._num_untold += 1
+                self._num_unreported += 1
             else:
                 self._writer.set_loss(self._number, loss)
         elif not self._is_calibrated:
@@ -210,13 +210,13 @@ class MeanGradients:
         if self._factor and all(map(is_not, gradients, repeat(None))):
             self._used = [1.0] * len(gradients)
         else:
-            self._note_use(gradients)
+            self._record_use(gradients)
         if self._hooks:
             self._expected = list(map(max, self._expected, self._fired))
         if change is not None and (peaks := self._buffers.add(change)) is not None:
             self._writer.note_peaks([self._number], len(self._names), peaks[None])
 
-    def send(self, message: WorkerMessage = SILENCE) -> None:
+    def send(self, message: WorkerMessage = NO_MESSAGE) -> None:
         if not self._is_calibrated:
             self._calibrate([], None)
         if self._is_first:
@@ -225,7 +225,7 @@ class MeanGradients:
         if self._with_peaks:
             self._note_peaks()
         changed = self._buffers.changed_unmanaged() if self._has_buffers else ()
-        self._writer.write(message, self._used, changed, num_untold=self._num_untold)
+        self._writer.write(message, self._used, changed, num_unreported=self._num_unreported)
         for sums in self._sums[len(self._pending) :]:
             self._pending.append(self._start(sums))
 
@@ -296,7 +296,7 @@ class MeanGradients:
                 self._note_peaks()
             return
         sums.add(gradients, self._factor, first=self._is_first)
-        if isinstance(sums, OneTermSums) and not sums.are_surely_finite():
+        if isinstance(sums, OneTermSums) and not sums.are_known_finite():
             self._writer.note_largest(self._number, sums.largest())
 
     def _note_peaks(self) -> None:
@@ -320,7 +320,7 @@ class MeanGradients:
                     "gradient penalty use torch.autograd.grad(..., create_graph=True) and add it to the loss"
                 )
 
-    def _note_use(self, gradients: list[torch.Tensor | None]) -> None:
+    def _record_use(self, gradients: list[torch.Tensor | None]) -> None:
         """Note which parameters this micro-batch used."""
         use = 1.0 if self._factor else WITHOUT_WEIGHT
         pairs = zip(self._used, gradients, strict=True)

@@ -21,7 +21,7 @@ from paceline.sync.gradients.layout import BucketLayout
 from paceline.sync.gradients.rounding import Workspace
 from paceline.sync.gradients.shards import Bucket, Shards
 from paceline.sync.gradients.sums import ExactSums, OneTermSums, PlainSums
-from paceline.sync.numbers import SILENCE, WorkerMessage
+from paceline.sync.numbers import NO_MESSAGE, WorkerMessage
 from paceline.sync.step_numbers import StepNumbers
 
 
@@ -117,13 +117,13 @@ class ShardedGradients(MeanGradients):
         if self._every_micro_batch:
             self._end_round()
 
-    def send(self, message: WorkerMessage = SILENCE) -> None:
+    def send(self, message: WorkerMessage = NO_MESSAGE) -> None:
         if not self._is_calibrated:
             self._calibrate([], None)
         while self._num_done < self._num_rounds:  # other workers have more micro-batches, or this one has no weight
             self._end_round()
         changed = self._buffers.changed_unmanaged() if self._has_buffers else ()
-        self._writer.write(message, self._used, changed, num_untold=self._num_untold)
+        self._writer.write(message, self._used, changed, num_unreported=self._num_unreported)
         self._sent_numbers = self._communicator.all_reduce(self._numbers_space)
 
     def _end_round(self) -> None:

@@ -98,7 +98,7 @@ class OneTermSums(PlainSums):
         if self._gaps:
             torch._foreach_zero_(self._gaps)
 
-    def are_surely_finite(self) -> bool:
+    def are_known_finite(self) -> bool:
         """A fast check on a CPU. False if the sum of the sums overflows, and always on a GPU."""
         return self._payload.is_cpu and math.isfinite(self._payload.sum())
 
