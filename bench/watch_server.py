@@ -50,6 +50,7 @@ class OpenPage:
         self.num_bytes = 0
         picture_of_a_run(server, run_id)
         self._stream = server.connect(f"/api/stream?run={run_id}&log=1")
+        self._stream.settimeout(None)  # the server may be suspended for minutes
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
