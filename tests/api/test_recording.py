@@ -54,6 +54,25 @@ def test_a_run_that_another_process_records_is_not_written_to(tmp_path: Path) ->
     train(pl.Recording(tmp_path, name="mine", quiet=True))
 
 
+def test_evaluations_are_recorded(tmp_path: Path) -> None:
+    def evaluate(trainer: pl.Trainer, record: pl.StepRecord) -> None:
+        if record.step in (4, 8):
+            loss = trainer.evaluate(vectors(8), lambda model, batch: functional.cross_entropy(model(batch.x), batch.y))
+            trainer.log_evaluation({"loss": loss, "accuracy": torch.tensor(0.25 * record.step)})
+
+    train(tmp_path, hook=evaluate)
+    curves = read_curves(only_run(tmp_path).metrics, ("eval/loss", "eval/accuracy"))
+    assert curves.series("eval/loss")[0].tolist() == [4, 8]
+    assert curves.series("eval/accuracy")[1].tolist() == [1.0, 2.0]
+
+
+def test_evaluations_of_a_run_that_is_not_recorded_are_refused() -> None:
+    with pytest.raises(
+        pl.errors.MisuseError, match=r"log_evaluation\(\) needs a recorded run: give Trainer.setup\(run="
+    ):
+        train(None, hook=lambda trainer, _: trainer.log_evaluation({"loss": 1.0}))
+
+
 def only_run(folder: Path) -> RunFiles:
     (root,) = folder.iterdir()
     return RunFiles(root)

@@ -9,7 +9,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime
@@ -88,6 +88,9 @@ class RecordedRun:
             self._outputs = outputs.pop_all()
         monitor.note(f"run {files.root}")
         return monitor
+
+    def log_evaluation(self, values: Mapping[str, float]) -> None:
+        self._monitor.after_evaluation(self._run.loop.position.step, {name: float(values[name]) for name in values})
 
     def close(self, error: BaseException | None) -> None:
         """The run is over: write the remaining records, and how it ended."""

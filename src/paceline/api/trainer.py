@@ -527,6 +527,20 @@ class Trainer:
         with self.run.timeline.during("evaluation"):
             return self.run.together(evaluate_all)
 
+    def log_evaluation(self, values: Mapping[str, float]) -> None:
+        """Add results, by name, to the metrics, plots and loggers of a run with `run=`, at the last completed step.
+
+            trainer.log_evaluation({"loss": trainer.evaluate(test_set, loss_of)})
+
+        Called on all workers with the same values.
+        """
+        if self._recorded is None:
+            raise MisuseError(
+                "log_evaluation() needs a recorded run: give Trainer.setup(run='runs'), and call it after the first "
+                "epoch has begun"
+            )
+        self._recorded.log_evaluation(values)
+
     def predict(
         self,
         data: Any,

@@ -55,6 +55,13 @@ def test_a_death_beside_an_exception_is_mentioned() -> None:
     assert failure.message.startswith("rank 0 failed: E: e\n\nrank 1 was killed by SIGKILL")
 
 
+def test_a_worker_that_returned_early_is_named_by_those_who_miss_it() -> None:
+    failure = first_failure([report("communication", 0, 2.0), report("done", 1, 1.0), report("done", 2, 3.0)])
+    assert failure is not None
+    assert failure.message.startswith("rank 0 failed: E: e\n\nrank 1 had ended before, without an error")
+    assert "rank 2" not in failure.message
+
+
 def test_a_report_is_read_back_and_counts_more_than_the_exit_code(tmp_path: Path) -> None:
     written = WorkerExit(ExitKind.STOPPED, 3, "text", "trace", step=7)
     written.write(tmp_path)

@@ -86,11 +86,18 @@ class WorkerExit:
 
 def first_failure(exits: Iterable[WorkerExit]) -> WorkerExit | None:
     """The cause among several exits; of several of a kind the earliest. None without a failure."""
+    exits = list(exits)
     failures = [each for each in exits if each.is_failure]
     failure = min(failures, key=lambda each: (list(ExitKind).index(each.kind), each.time_s), default=None)
-    if failure is None or failure.kind != ExitKind.FAILED:
-        return failure
-    return failure.with_notes(*(each.message for each in failures if each.kind == ExitKind.DIED))
+    if failure is None:
+        return None
+    if failure.kind == ExitKind.FAILED:
+        return failure.with_notes(*(each.message for each in failures if each.kind == ExitKind.DIED))
+    if failure.kind == ExitKind.COMMUNICATION:
+        finished = sorted(each.rank for each in exits if each.kind == ExitKind.DONE and each.time_s < failure.time_s)
+        early = "had ended before, without an error: no worker may return or call sys.exit(0) earlier than the others"
+        return failure.with_notes(*(f"rank {rank} {early}" for rank in finished))
+    return failure
 
 
 # Files in the folder of a start
