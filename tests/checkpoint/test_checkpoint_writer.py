@@ -229,7 +229,7 @@ def test_a_folder_that_vanishes_while_waiting_ends_the_wait(tmp_path: Path, monk
     from shutil import rmtree
 
     with closing(AsyncWriter(tmp_path, world(0, 2), timeout_s=20)) as writer:
-        monkeypatch.setattr(writer._is_abandoned, "wait", lambda _: rmtree(tmp_path))
+        monkeypatch.setattr("paceline.checkpoint.writer.sleep", lambda _: rmtree(tmp_path))
         writer.save(*job(5))
         error = settled(writer).poll()
     assert "vanished while rank 1 was writing its part" in str(error)
@@ -436,6 +436,16 @@ def test_a_worker_that_leaves_does_not_wait_for_anothers_part(tmp_path: Path) ->
     with pytest.raises(CheckpointError, match="the run ended before rank 1 had written its part"):
         writer.close()
     assert complete_steps(tmp_path) == []
+
+
+def test_an_abandoned_save_waits_a_moment_for_a_part_that_is_still_written(tmp_path: Path) -> None:
+    first, second = (AsyncWriter(tmp_path, world(rank, 2)) for rank in range(2))
+    first.save(*job(5))
+    first.abandon(wait_s=30)
+    second.save(*job(5))
+    first.close()
+    second.close()
+    assert complete_steps(tmp_path) == [5]
 
 
 def test_without_flushing_the_same_files_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

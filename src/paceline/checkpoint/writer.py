@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,8 +17,7 @@ from concurrent import futures
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from threading import Event
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 import torch
@@ -106,7 +106,7 @@ class AsyncWriter:
     def __post_init__(self) -> None:
         self._num_saves = 0
         self.ranks = writer_ranks(self.world, shared_disk=self.shared_disk)
-        self._is_abandoned = Event()
+        self._gives_up_at = math.inf  # on the monotonic clock
         self._staging = HostStaging()
         self._thread = futures.ThreadPoolExecutor(1, thread_name_prefix="paceline-checkpoint")
         self.pending: futures.Future[None] | None = None  # what the thread does, until its outcome is reported
@@ -165,11 +165,11 @@ class AsyncWriter:
 
     @property
     def is_abandoned(self) -> bool:
-        return self._is_abandoned.is_set()
+        return self._gives_up_at < math.inf
 
-    def abandon(self) -> None:
-        """Stop waiting for other workers' shares: they may never come. Called from any thread."""
-        self._is_abandoned.set()
+    def abandon(self, wait_s: float = 0.0) -> None:
+        """Wait for other workers' shares no longer than this: they may never come. Called from any thread."""
+        self._gives_up_at = min(self._gives_up_at, monotonic() + wait_s)
 
     def close(self) -> None:
         """Finish the current save and end the thread."""
@@ -227,8 +227,9 @@ class AsyncWriter:
                 raise CheckpointError(f"{partial} vanished while rank {rank} was writing its part")
             if monotonic() > deadline:
                 raise CheckpointError(f"rank {rank} did not finish its part in time: {path} did not appear")
-            if self._is_abandoned.wait(_POLL_S):
+            if monotonic() > self._gives_up_at:
                 raise CheckpointError(f"the run ended before rank {rank} had written its part")
+            sleep(_POLL_S)
         content = path.read_bytes()
         record = json.loads(content) if content else {"error": "the cause is unknown, the disk may be full"}
         if "error" in record:

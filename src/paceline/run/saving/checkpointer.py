@@ -44,6 +44,10 @@ from paceline.sync.numbers import Numbers, check_not_abandoned
 
 logger = logging.getLogger("paceline")
 
+# After an error, rank 0 waits this long for the others' parts of a checkpoint. They come, unless a worker is dead.
+# Below the time that workers have between SIGTERM and SIGKILL.
+PATIENCE_S = 2.0
+
 
 @dataclass(frozen=True)
 class RunParts:
@@ -467,7 +471,7 @@ class Checkpointer:
     def _close_writers(self, level: int = logging.WARNING) -> None:
         for writer in self._writers:
             if not self._is_finished:
-                writer.abandon()
+                writer.abandon(PATIENCE_S)
             try:
                 writer.close()
             except CheckpointError as error:
