@@ -124,7 +124,7 @@ def test_peaks_are_the_largest_of_any_micro_batch_and_worker() -> None:
     first.note_peaks([2], 0, torch.tensor([[3.0]], dtype=torch.float64))
     second.note_peaks([1], 1, torch.tensor([[6.0]], dtype=torch.float64))
     numbers = exchanged([first, second])
-    assert numbers.peaks.tolist() == [3, 6]
+    assert numbers.peaks == [3, 6]
     assert numbers.non_finite() is None
 
 

@@ -7,12 +7,13 @@ slot, so the sum over workers gives every worker all numbers unchanged.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from operator import mul
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -106,8 +107,8 @@ class StepNumbersWriter:
         self._written = np.zeros(layout.total) if self._on_host is None else self._on_host
         # Assigning single numbers to a memoryview is five times as fast.
         self._numbers = cast("memoryview[float]", self._written.data)
-        self._host_peaks = self.peaks.numpy() if self._on_host is not None else np.empty(0)
         self._first_largest, self._first_weight = parts["largest"].start, parts["weights"].start
+        self._first_peak = parts["peaks"].start + layout.num_grids * rank
         first = parts["messages"].start + _MESSAGE * rank
         self._own_message = slice(first, first + _MESSAGE)
         self._all_used = np.ones(layout.num_parameters, self._written.dtype).data
@@ -130,23 +131,30 @@ class StepNumbersWriter:
         else:
             self._numbers[number] = loss.item()
 
-    def note_peaks(self, numbers: Sequence[int], first: int, peaks: torch.Tensor) -> None:
+    def note_peaks(self, numbers: Sequence[int], first: int, peaks: torch.Tensor | list[list[float]]) -> None:
         """The largest magnitudes of some micro-batches' terms (rows), for the tensors from index `first` on."""
+        if self._on_host is not None:
+            self._note_on_host(numbers, self._first_peak + first, peaks if isinstance(peaks, list) else peaks.tolist())
+            return
+        assert isinstance(peaks, torch.Tensor)
         own = slice(first, first + peaks.shape[1])
-        if peaks.is_cpu:  # NumPy is faster for few numbers
-            rows, so_far = peaks.numpy(), self._host_peaks[own]
-            np.maximum(so_far, np.maximum.reduce(rows), out=so_far)
-            if not math.isfinite(np.add.reduce(so_far)):
-                for number, magnitude in zip(numbers, rows.max(1).tolist(), strict=True):
-                    self.note_largest(number, magnitude)
-        else:
-            torch.maximum(self.peaks[own], peaks.amax(0), out=self.peaks[own])
-            if numbers[-1] - numbers[0] == len(numbers) - 1:  # nearly always
-                largest = self._largest[numbers[0] : numbers[-1] + 1]
-                torch.maximum(largest, peaks.amax(1), out=largest)
-                return
-            for number, magnitude in zip(numbers, peaks.amax(1), strict=True):
-                self.note_largest(number, magnitude)
+        torch.maximum(self.peaks[own], peaks.amax(0), out=self.peaks[own])
+        if numbers[-1] - numbers[0] == len(numbers) - 1:  # nearly always
+            largest = self._largest[numbers[0] : numbers[-1] + 1]
+            torch.maximum(largest, peaks.amax(1), out=largest)
+            return
+        for number, magnitude in zip(numbers, peaks.amax(1), strict=True):
+            self.note_largest(number, magnitude)
+
+    def _note_on_host(self, numbers: Sequence[int], start: int, rows: list[list[float]]) -> None:
+        own = slice(start, start + len(rows[0]))
+        rows = [cast("list[float]", self._numbers[own].tolist()), *rows]
+        if math.isfinite(sum(map(sum, rows))):
+            self._numbers[own] = array("d", map(max, *rows))
+            return
+        self._written[own] = np.maximum.reduce(rows)  # Python's max may lose a NaN
+        for number, row in zip(numbers, rows[1:], strict=True):
+            self.note_largest(number, float(np.maximum.reduce(row)))
 
     def note_largest(self, number: int, magnitude: torch.Tensor | float) -> None:
         """The largest magnitude of a micro-batch's terms. One that is known to be finite need not be noted."""
@@ -276,10 +284,14 @@ class StepNumbers:
         return self._values("changed_buffers")
 
     @property
-    def peaks(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """By tensor with a grid: the largest magnitude of any micro-batch's weighted term."""
-        peaks = self._part("peaks").reshape(self._layout.num_workers, -1)
-        return np.asarray(np.maximum.reduce(peaks), np.float64)
+    def peaks(self) -> list[float]:
+        """By tensor with a grid: the largest magnitude of any micro-batch's weighted term; NaN if there is a NaN."""
+        if isinstance(self._source, list) and self.is_ordinary:  # all are finite
+            values, count = self._values("peaks"), self._layout.num_grids
+            rows = [values[start : start + count] for start in range(0, len(values), count)]
+            return rows[0] if len(rows) == 1 else list(map(max, *rows))
+        peaks: list[float] = np.maximum.reduce(self._part("peaks").reshape(self._layout.num_workers, -1)).tolist()
+        return peaks
 
     def non_finite(self) -> tuple[str, float, int] | None:
         for what, part in (("loss", "losses"), ("gradient", "largest")):

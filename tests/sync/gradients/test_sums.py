@@ -82,7 +82,7 @@ def test_exact_sums_are_those_of_the_formula(numel: int, weight: float, dtype: t
     sums, grids = exact_sums(made, terms)
     for number, term in enumerate(terms):
         sums.add(term, weight, first=number == 0)
-    assert sums.take_peaks().tolist() == [[abs(t.double() * weight).max().item() for t in term] for term in terms]
+    assert sums.take_peaks() == [[abs(t.double() * weight).max().item() for t in term] for term in terms]
     for index, (view, anchor) in enumerate(zip(made.views(sums.flat), grids.anchors, strict=True)):
         rounded = [(term[index].double() * weight + anchor) - anchor for term in terms]
         assert torch.equal(view, torch.stack(rounded).sum(0))
@@ -94,7 +94,7 @@ def test_not_a_number_passes_through_and_is_seen() -> None:
     bad[200] = math.nan
     sums, _ = exact_sums(made, [[torch.ones(300), torch.ones(5)]])
     sums.add([bad, torch.ones(5)], 1.0, first=True)
-    [(first, second)] = sums.take_peaks().tolist()
+    [(first, second)] = sums.take_peaks()
     assert math.isnan(first)
     assert second == 1
     assert sums.means(None)[0].isnan().nonzero().tolist() == [[200]]
@@ -119,7 +119,7 @@ def test_the_order_never_shows_and_no_tensor_pays_for_another(
     def total(order: list[int]) -> torch.Tensor:
         for place, number in enumerate(order):
             sums.add(terms[number], 1.0, first=place == 0)
-            assert grids.fit(sums.take_peaks()[0].numpy(), num_terms)
+            assert grids.fit(np.array(sums.take_peaks()[0]), num_terms)
         return sums.flat.clone()
 
     in_order = total(list(range(num_terms)))

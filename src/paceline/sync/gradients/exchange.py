@@ -8,6 +8,7 @@ from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
@@ -412,9 +413,10 @@ class MeanGradients:
 
     def _fits(self, numbers: StepNumbers) -> bool:
         """Whether every sum stayed on its grid. Moves the grids, for a repetition or for the next step."""
-        peaks, num_terms = numbers.peaks, self._plan[-1].stop
-        if self._grids.are_comfortable(peaks, num_terms):
+        num_terms = self._plan[-1].stop
+        if self._grids.are_comfortable(numbers.peaks, num_terms):
             return True
+        peaks = np.array(numbers.peaks)
         fits = self._grids.fit(peaks, num_terms)
         if self._grids.follow(peaks, num_terms):
             self._set_anchors()

@@ -21,7 +21,6 @@ CALIBRATION_HEADROOM_BITS = 11
 # A grid stays while the largest sum is this many bits below its limit, since moving it changes the rounding. Below that
 # range it shrinks by one bit per step: a gradient that is only rounding errors (a bias before BatchNorm) varies widely.
 COMFORT_BITS = (2, 12)
-_LEAST_COMFORTABLE = 2.0 ** (COMFORT_BITS[0] - COMFORT_BITS[1])  # relative to the largest
 # If the largest term is this many bits below the limit, it keeps the 24 bits of float32. Below, the grid is too coarse.
 COARSEST_BITS = 27
 # For tensors that the calibrating micro-batch did not use.
@@ -42,7 +41,7 @@ class Grids:
         self.names = list(names)
         self._tops = np.full(len(self.names), INITIAL_TOP, np.int64)
         self._is_known = np.zeros(len(self.names), bool)
-        self._limits: tuple[Floats, Floats] | None = None  # of the comfortable range
+        self._comfortable: list[tuple[float, float]] | None = None  # `_comfort` by tensor
 
     @property
     def anchors(self) -> Floats:
@@ -92,21 +91,23 @@ class Grids:
         for index, name in enumerate(self.names):
             if name in state:
                 self._tops[index], self._is_known[index] = state[name], True
-        self._limits = None
+        self._comfortable = None
 
     def _fit_to(self, which: Any, reach: Floats, headroom_bits: int) -> None:
         self._tops[which] = np.frexp(reach[which])[1] + headroom_bits
-        self._limits = None
+        self._comfortable = None
 
-    def are_comfortable(self, peaks: Floats, num_terms: int) -> bool:
-        """A fast check: True if all fit and none would move."""
-        _, high = self._comfort()
-        relative = peaks / high
-        largest, least = np.maximum.reduce(relative) * num_terms, np.minimum.reduce(relative) * num_terms
-        return bool(largest <= 1 and least >= _LEAST_COMFORTABLE)  # False if there is a NaN
+    def are_comfortable(self, peaks: Sequence[float], num_terms: int) -> bool:
+        """A fast check: True if all fit and none would move. False if there is a NaN."""
+        if self._comfortable is None:
+            ranges = (each.tolist() for each in self._comfort())
+            self._comfortable = list(zip(*ranges, strict=True))
+        for peak, (low, high) in zip(peaks, self._comfortable, strict=True):  # noqa: SIM110 - faster than all()
+            if not low <= peak * num_terms <= high:
+                return False
+        return True
 
     def _comfort(self) -> tuple[Floats, Floats]:
-        if self._limits is None:
-            high, low = (np.ldexp(1.0, self._tops - bits) for bits in COMFORT_BITS)
-            self._limits = low, high
-        return self._limits
+        """By tensor: between which values the sum of its terms may be for its grid to stay."""
+        high, low = (np.ldexp(1.0, self._tops - bits) for bits in COMFORT_BITS)
+        return low, high

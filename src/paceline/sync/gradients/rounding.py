@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import TypeAlias, cast
 
 import numpy as np
 import torch
@@ -14,6 +15,10 @@ from paceline.sync.gradients.layout import BLOCK_NUMEL, BucketLayout
 CPU_BLOCKS = 1024
 # Micro-batches whose peaks are computed together, because small operations cost more than their computation.
 NUM_PEAKS = 8
+
+# By call and parameter. On a CPU lists: between passes over all gradients, the first call of any operation of NumPy
+# takes microseconds, since its code is not in the cache. The interpreter's is.
+Peaks: TypeAlias = torch.Tensor | list[list[float]]
 
 
 def _scratch() -> torch.Tensor:
@@ -81,7 +86,7 @@ class RoundedAddition:
         self._total = total.view(-1, BLOCK_NUMEL)
         self._anchors = torch.ones(len(layout), dtype=torch.float64, device=layout.device)
         self._peaks = torch.zeros(len(layout), dtype=torch.float64, device=layout.device)
-        self._weights: list[float] = []  # of the calls whose peaks were not taken yet
+        self._weights: list[float] = []  # their magnitudes, of the calls whose peaks were not taken yet
         self._is_anchored = False
         self._owners = torch.from_numpy(layout.owner_of_block.astype(np.int32)).to(layout.device)
         self.capacity = NUM_PEAKS if layout.device.type == "cpu" and workspace is None else 1
@@ -124,7 +129,7 @@ class RoundedAddition:
     def _begin(self, weight: float, *, first: bool) -> None:
         if first:
             self._weights.clear()
-        self._weights.append(weight)
+        self._weights.append(abs(weight))
 
     def peaks_of(self, gradients: list[torch.Tensor | None], weight: float) -> torch.Tensor:
         """The peaks of these gradients, without adding them."""
@@ -133,12 +138,13 @@ class RoundedAddition:
             self._gather_peaks(self._gradient.to(torch.float64).mul_(weight).abs_().amax(1))
         return self._peaks
 
-    def take_peaks(self) -> torch.Tensor:
+    def take_peaks(self) -> Peaks:
         """By call of `add` since the last `take_peaks`, and by parameter."""
         weights, self._weights = self._weights, []
         if self._layout.device.type != "cpu":
             return self._peaks[None]
-        return torch.from_numpy(self._ends.peaks(len(weights)) * np.abs(weights)[:, None])
+        largest = self._ends.peaks(len(weights))
+        return [[weight * peak for peak in row] for weight, row in zip(weights, largest, strict=True)]
 
     def clear(self) -> None:
         """Set the total to zero and forget the peaks."""
@@ -188,13 +194,13 @@ class _Ends:
         self._first_segments = np.searchsorted(segments, layout.first_blocks)
         self._are_parameters = len(segments) == len(layout)
         dtype = np.float64 if layout.dtype == torch.float64 else np.float32
-        self._ends = np.zeros((num_calls, 2, len(segments)), dtype)
+        self._lowest, self._highest = np.zeros((2, num_calls, len(segments)), dtype)
         self._chunks = []
         for first, chunk in zip(firsts.tolist(), gradient.split(CPU_BLOCKS), strict=True):
             own = slice(*np.searchsorted(segments, (first, first + CPU_BLOCKS)).tolist())
             flat = chunk.view(-1)
             values = flat.numpy() if flat.itemsize >= 4 else flat  # NumPy has no bfloat16
-            ends = [(lowest[own], highest[own]) for lowest, highest in self._ends]
+            ends = list(zip(self._lowest[:, own], self._highest[:, own], strict=True))
             self._chunks.append((values, (segments[own] - first) * BLOCK_NUMEL, ends))
 
     def note(self, call: int, number: int) -> None:
@@ -206,12 +212,15 @@ class _Ends:
         np.minimum.reduceat(values, starts, 0, None, lowest)
         np.maximum.reduceat(values, starts, 0, None, highest)
 
-    def peaks(self, num_calls: int) -> np.ndarray:
+    def peaks(self, num_calls: int) -> list[list[float]]:
         """By call and parameter: the largest magnitude; NaN if there is a NaN."""
-        ends = self._ends[:num_calls]
-        np.abs(ends, out=ends)
-        largest: np.ndarray = np.maximum(ends[:, 0], ends[:, 1])
-        return largest if self._are_parameters else self._layout.peaks(largest, self._first_segments)
+        lowest, highest = self._lowest[:num_calls], self._highest[:num_calls]
+        if not self._are_parameters:
+            peaks = self._layout.peaks(np.maximum(highest, -lowest), self._first_segments)
+            return cast("list[list[float]]", peaks.tolist())
+        # A NaN is both the minimum and the maximum of its segment.
+        pairs = zip(lowest.tolist(), highest.tolist(), strict=True)
+        return [[max(-low, high) for low, high in zip(*ends, strict=True)] for ends in pairs]
 
 
 @lru_cache(maxsize=64)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from paceline.sync.gradients.layout import BLOCK_NUMEL, BucketLayout, memory_order
-from paceline.sync.gradients.rounding import NUM_PEAKS, CollectedGradients, RoundedAddition, Workspace
+from paceline.sync.gradients.rounding import NUM_PEAKS, CollectedGradients, Peaks, RoundedAddition, Workspace
 
 logger = logging.getLogger("paceline")
 
@@ -114,7 +114,7 @@ class KernelAddition(RoundedAddition):
             )  # fmt: skip
         return last
 
-    def take_peaks(self) -> torch.Tensor:
+    def take_peaks(self) -> Peaks:
         weights, self._weights = self._weights, []
         return self._peaks_of_calls[: len(weights)]
 

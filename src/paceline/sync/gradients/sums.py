@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from paceline.sync.gradients.layout import BucketLayout
-from paceline.sync.gradients.rounding import CollectedGradients, Workspace
+from paceline.sync.gradients.rounding import CollectedGradients, Peaks, Workspace
 from paceline.sync.gradients.rounding_gpu import InPlaceTerms, kernels_on, rounded_addition
 
 SMALL_NUMEL = 1 << 15  # NumPy is faster than torch up to this size
@@ -161,7 +161,7 @@ class ExactSums:
         """After this many calls of `add`, `take_peaks` must be called."""
         return self._rounded.capacity
 
-    def take_peaks(self) -> torch.Tensor:
+    def take_peaks(self) -> Peaks:
         """By call of `add` since the last time, and by parameter: the largest magnitude."""
         return self._rounded.take_peaks()
 
