@@ -76,7 +76,7 @@ class ShardedGradients(MeanGradients):
         if self._is_exact:
             return ExactSums(layout, flat.zero_(), self._workspaces[layout.dtype])
         flat.zero_()
-        return OneTermSums(layout, flat, has_gaps=True) if self._is_one_term else PlainSums(layout, flat)
+        return OneTermSums(layout, flat) if self._is_one_term else PlainSums(layout, flat)
 
     # A step
 

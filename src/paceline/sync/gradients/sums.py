@@ -73,15 +73,12 @@ class PlainSums:
 class OneTermSums(PlainSums):
     """The sums of exact mode with one micro-batch per step, which need no rounding: all but one worker add zeros.
 
-    -0.0 becomes 0.0, as by adding the zeros of other workers. has_gaps: something else may be left between the
-    parameters. in_place: the sums are not exchanged, so gradients may stay where they are.
+    -0.0 becomes 0.0, as by adding the zeros of other workers. in_place: the sums are not exchanged, so gradients may
+    stay where they are.
     """
 
-    def __init__(
-        self, layout: BucketLayout, flat: torch.Tensor, *, has_gaps: bool = False, in_place: bool = False
-    ) -> None:
+    def __init__(self, layout: BucketLayout, flat: torch.Tensor, *, in_place: bool = False) -> None:
         super().__init__(layout, flat)
-        self._gaps = layout.gaps(flat) if has_gaps else []
         kernels = kernels_on(layout.device) if in_place else None
         self._in_place = None if kernels is None or not layout.num_blocks else InPlaceTerms(layout, kernels)
         self._taken: list[torch.Tensor | None] | None = None  # the gradients that were left in place
@@ -94,9 +91,11 @@ class OneTermSums(PlainSums):
             if self._largest is not None:
                 self._taken = gradients
                 return
-        super().add(gradients, weight, first=first)
-        if self._gaps:
-            torch._foreach_zero_(self._gaps)
+        self._add_to_zeros(gradients, weight)
+
+    def _add_to_zeros(self, gradients: list[torch.Tensor | None], weight: float) -> None:
+        self._payload.zero_()
+        super().add(gradients, weight, first=False)
 
     def are_known_finite(self) -> bool:
         """A fast check on a CPU. False if the sum of the sums overflows, and always on a GPU."""
@@ -116,11 +115,8 @@ class OneTermSums(PlainSums):
         if self._taken is not None:
             if divisor is None:
                 return self._taken
-            super().add(self._taken, 1.0, first=True)
-        if divisor is not None:
-            self._payload.div_(divisor)
-        self._payload.add_(0.0)
-        return super().means(None)
+            self._add_to_zeros(self._taken, 1.0)
+        return super().means(divisor)
 
 
 class ExactSums:
