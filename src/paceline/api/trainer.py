@@ -260,9 +260,9 @@ class Trainer:
             found = pl.Trainer.find_micro_batch(build, optimizer, loss_fn, data=samples, global_batch=256)
             trainer = pl.Trainer.setup(build, optimizer, data=samples, global_batch=256, micro_batch=found.micro_batch)
 
-        loss_fn(model, batch): the loss of a micro-batch. Powers of two and the numbers between them that divide the
-        global batch are tried with a replica made for this: model and optimizer are functions that build them. All
-        workers of a world call it together, and each measures its own device.
+        loss_fn(model, batch): the loss of a micro-batch. Divisors of the global batch are tried with a replica made for
+        this: model and optimizer are functions that build them. All workers of a world call it together, and each
+        measures its own device.
         """
         from paceline.run.micro_batch_finder import Trials, find, replica_for_trials
 

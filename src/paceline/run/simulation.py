@@ -134,7 +134,7 @@ class Simulation:
             slots[node] += 1
         self._starts = dict.fromkeys(self._device_of, 0)
         self._planner = self._new_planner(len(devices))
-        self._deaths: list[tuple[float, int, _Place]] = []
+        self._deaths: list[tuple[float, int, _Place, int | None]] = []  # of that start; None: of whoever is there
         self._changes: list[tuple[float, int, _Place, str]] = []
         self._num_events = 0
         self._waiting: set[Member] = set()
@@ -166,7 +166,7 @@ class Simulation:
         micro_batch_s = self._micro_batch_s * np.maximum(noise, 0.2)
         compute_s = counts * micro_batch_s
         took_s = float((compute_s + self._rest_s).max()) + self._exchange_s
-        if (death_s := self._next_death()) is not None and death_s < self._now + took_s:
+        if (death_s := self._next_death(self._now + took_s)) is not None:
             self._lose(death_s, compute_s)
             return
         self._now += took_s
@@ -189,7 +189,7 @@ class Simulation:
 
     def _lose(self, death_s: float, compute_s: np.ndarray) -> None:
         """Survivors compute their shares of the step, notice the death in the exchange, and repeat the step."""
-        _, _, place = heapq.heappop(self._deaths)
+        _, _, place, _ = heapq.heappop(self._deaths)
         member = self._member_at(place)
         assert member is not None, "_next_death found it"
         rank = self._generation.members.index(member)
@@ -265,20 +265,23 @@ class Simulation:
     def _schedule_death(self, place: _Place) -> None:
         if self._scenario.failures_per_hour > 0:
             mean_s = 3600 / self._scenario.failures_per_hour
-            self._push(self._now + float(self._random.exponential(mean_s)), place, "die")
+            self._push(self._now + float(self._random.exponential(mean_s)), place, "die", self._starts[place])
 
-    def _push(self, at_s: float, place: _Place, what: str) -> None:
+    def _push(self, at_s: float, place: _Place, what: str, start: int | None = None) -> None:
         self._num_events += 1
         if what == "die":
-            heapq.heappush(self._deaths, (at_s, self._num_events, place))
+            heapq.heappush(self._deaths, (at_s, self._num_events, place, start))
         else:
             heapq.heappush(self._changes, (at_s, self._num_events, place, what))
 
-    def _next_death(self) -> float | None:
-        """When the next member dies, without workers that have left."""
-        while self._deaths and self._member_at(self._deaths[0][2]) is None:
+    def _next_death(self, until_s: float) -> float | None:
+        """When the next member dies before that time. Deaths of workers that are away by then do not happen."""
+        while self._deaths and self._deaths[0][0] < until_s:
+            at_s, _, place, start = self._deaths[0]
+            if self._member_at(place) is not None and start in (None, self._starts[place]):
+                return at_s
             heapq.heappop(self._deaths)
-        return self._deaths[0][0] if self._deaths else None
+        return None
 
     def _member_at(self, place: _Place) -> Member | None:
         member = Member(*place, self._starts[place])

@@ -37,6 +37,7 @@ def measure(project: Project, num_steps: int) -> Profile:
         profiles[0],
         devices=tuple(own.devices[0] for own in profiles),
         counts=counts,
+        cores=min(profiles[0].cores, probe.cpu_quota()),  # the workers share a container's quota
         epochs=project.settings.trainer.epochs,
     )
     everyone: list[Device] = [
