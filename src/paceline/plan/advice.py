@@ -151,5 +151,5 @@ def _about_strategies(found: Sequence[Alternative], usual: Sequence[Alternative]
     ratio = best.samples_per_s / usual[0].samples_per_s
     if ratio < 1 + _NOTABLE:
         return []
-    faster = f"{ratio - 1:.0%} faster" if ratio < 2 else f"{_number(ratio)} times as fast"
+    faster = f"{ratio - 1:.0%} faster" if ratio < 2 else f"{ratio:,.1f} times as fast"
     return [f"With {best.strategy} {best.workers} would be {faster}, but the result depends on the workers."]

@@ -12,6 +12,7 @@ import pytest
 from in_process import Ended, invoke
 from made_runs import make_run
 from train_project import write_project
+from worker_pool import WorkerPool
 
 from paceline.cli.commands import CommandError
 from paceline.cli.config import load_project
@@ -190,6 +191,22 @@ def test_a_containers_quota_is_what_its_workers_share(tmp_path: Path, monkeypatc
     assert measure.measure(project, 5).cores == 1.5
 
 
+def test_workers_are_measured_where_a_step_is_one_micro_batch(tmp_path: Path, pool: WorkerPool) -> None:
+    config = write_project(tmp_path, "few_parts")
+    with (tmp_path / "few_parts.py").open("a") as file:
+        file.write(
+            "def batches():\n"
+            "    data_set = torch.utils.data.TensorDataset(*data())\n"
+            "    return torch.utils.data.DataLoader(data_set, batch_sampler=[[0, 1, 2], [3, 4], [5, 6]])\n"
+        )
+    no_sizes = ("trainer.micro_batch=null", "trainer.global_batch=null")
+    whole_batches = ("data.train.factory=few_parts:batches", "trainer.batches_per_step=1", *no_sizes)
+    for overrides in (no_sizes[:1], whole_batches):
+        project = load_project(config, overrides).resolve(1)
+        (_, times), _ = pool.run(measure._profile, 2, project, None, 2)
+        assert min(times.micro_batch_s) > 0
+
+
 def test_find_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_launch", lambda work, num_workers, *arguments: work(*arguments))  # noqa: ARG005
     config = write_project(tmp_path, "found_parts")
@@ -198,6 +215,8 @@ def test_find_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "set trainer.micro_batch=" in ended.out
     assert "global_batch=8 stays" in ended.out
     assert plan(config, "--find", "micro_batch", "--json").code == 0
+    ended = plan(config, "--find", "micro_batch", "trainer.global_batch=10", "trainer.physical_batch=8")
+    assert "global_batch=10 stays" in ended.out  # though not a multiple of the project's micro_batch
 
 
 def test_only_the_projects_devices_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,8 @@ def _project(options: argparse.Namespace) -> Any:
     if options.config is None:
         raise CommandError("CONFIG is missing: give a project file to measure, or --profile FILE", 2)
     try:
-        project = checked(load_project(options.config, options.overrides))
+        found = ("trainer.micro_batch=null", "trainer.physical_batch=null") if options.find is not None else ()
+        project = checked(load_project(options.config, [*options.overrides, *found]))
         return project.resolve(project.settings.workers or 1)
     except ValueError as error:
         raise CommandError(str(error), 2) from error

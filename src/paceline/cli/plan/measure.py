@@ -68,7 +68,16 @@ def _profile(project: Project, number: int | None, num_steps: int) -> tuple[Prof
             arguments["strategy"] = "gradients"
         if number is not None and torch.cuda.is_available():
             arguments["device"] = f"cuda:{number}"
-        trainer = make_trainer(settings, project.data("train"), arguments)
+        data = project.data("train")
+        trainer = make_trainer(settings, data, arguments)
+        size, steps = trainer.world.size, trainer.run.steps
+        if trainer.run.config.max_micro_batches(size) < size:  # every worker needs one to be measured
+            trainer.close()
+            if arguments["batching"].batches_per_step is None:
+                arguments |= {"global_batch": size * steps.micro_batch, "micro_batch": steps.micro_batch}
+            else:
+                arguments["batching"] = replace(arguments["batching"], batches_per_step=size)
+            trainer = make_trainer(settings, data, arguments)
     loss_of = loss_function(settings)
     with trainer:
         step = trainer.step_with(lambda batch: loss_of(trainer.model, batch))
