@@ -237,7 +237,6 @@ class Prediction:
     cores", "data", or "checkpoints".
     """
 
-    devices: tuple[Device, ...]
     slowed: tuple[Device, ...]
     step_s: float
     shares: tuple[int, ...]
@@ -394,7 +393,6 @@ def _summary(workload: Workload, devices: Sequence[Device], slowed: Sequence[Dev
     limit = max(parts, key=parts.__getitem__)
     error = math.hypot(MODEL_ERROR, max(device.spread + device.uncertainty for device in devices))
     return Prediction(
-        tuple(devices),
         tuple(slowed),
         step_s,
         plan.shares,

@@ -104,7 +104,6 @@ class Trials:
         self._source = source
         self._device = device
         self._has_state = False
-        self.num_out_of_memory = 0
 
     def seconds_per_sample(self, size: int) -> float | None:
         """Of one turn; None if the batch does not fit."""
@@ -115,7 +114,6 @@ class Trials:
             if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
                 raise
         # Outside of `except`, where the error would keep the failed attempt's tensors alive.
-        self.num_out_of_memory += 1
         self._free()
         return None
 

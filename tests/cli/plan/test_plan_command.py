@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from in_process import Ended, invoke
 from made_runs import make_run
 from train_project import write_project
@@ -182,10 +183,18 @@ def test_a_project_is_measured_alone_and_in_company(tmp_path: Path, monkeypatch:
     assert [path.name for path in tmp_path.iterdir() if path.is_dir() and path.name != "__pycache__"] == []
 
 
+def test_gpus_that_are_left_out_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {0: "old", 2: "new", 3: "old"}
+    monkeypatch.setattr(measure, "devices", lambda: [torch.device("cuda", index) for index in names])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: names[device.index])
+    assert measure._kinds() == {"old": [0, 3], "new": [2]}
+    assert measure.num_devices() == 3
+
+
 def test_a_containers_quota_is_what_its_workers_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     times = StepTimes((0.1,) * 2, (0.01,) * 2, (0.0,) * 2, (0.0,) * 2)
     monkeypatch.setattr(measure, "_launch", lambda *_: (replace(A, cores=64.0), times))
-    monkeypatch.setattr(measure, "_counts", lambda _: (2,))
+    monkeypatch.setattr(measure, "_kinds", lambda: {"cpu": [0, 1]})
     monkeypatch.setattr(probe, "cpu_quota", lambda: 1.5)
     project = load_project(write_project(tmp_path, "quota_parts"), ())
     assert measure.measure(project, 5).cores == 1.5

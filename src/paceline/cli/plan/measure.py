@@ -16,7 +16,7 @@ from paceline.cli.train.dry_run import trainer_arguments
 from paceline.cli.train.user_errors import UserFacingError, reporting_project_errors, user_facing
 from paceline.cli.train.worker import loss_function, make_trainer, model_factory
 from paceline.core.errors import WorkerError
-from paceline.core.world import devices
+from paceline.core.world import device_count, devices
 from paceline.plan.predict import Device
 from paceline.plan.profile import Profile, StepTimes
 from paceline.run import probe
@@ -31,8 +31,8 @@ T = TypeVar("T")
 def measure(project: Project, num_steps: int) -> Profile:
     """This machine's profile."""
     kinds = _kinds()
-    profiles = [_launch(_profile, 1, project, number, num_steps)[0] for number in kinds.values()]
-    counts = _counts(kinds)
+    profiles = [_launch(_profile, 1, project, numbers[0], num_steps)[0] for numbers in kinds.values()]
+    counts = tuple(map(len, kinds.values()))
     profile = replace(
         profiles[0],
         devices=tuple(own.devices[0] for own in profiles),
@@ -54,7 +54,7 @@ def find(project: Project, num_workers: int) -> FoundMicroBatch:
 
 
 def num_devices() -> int:
-    return sum(_counts(_kinds()))
+    return sum(map(len, _kinds().values()))
 
 
 def _profile(project: Project, number: int | None, num_steps: int) -> tuple[Profile, StepTimes]:
@@ -111,20 +111,15 @@ def _runtime(runtime: Runtime) -> Runtime:
     return replace(runtime, threads=1) if is_cpu and runtime.threads is None else runtime
 
 
-def _kinds() -> dict[str, int]:
-    """Names of this machine's kinds of devices, and the number of the first of each."""
-    found: dict[str, int] = {}
-    for number, device in enumerate(devices()):
-        found.setdefault(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", number)
+def _kinds() -> dict[str, list[int]]:
+    """The numbers of this machine's GPUs, by name. CPU workers: two, if there are two cores, to measure contention."""
+    found: dict[str, list[int]] = {}
+    device_count()  # finds out which GPUs cannot run a kernel
+    for device in devices():
+        if device.type == "cpu":
+            return {"cpu": list(range(min(2, len(os.sched_getaffinity(0)))))}
+        found.setdefault(torch.cuda.get_device_name(device), []).append(device.index)
     return found
-
-
-def _counts(kinds: dict[str, int]) -> tuple[int, ...]:
-    """GPUs of each kind. CPU workers: two, if there are two cores, to measure their contention."""
-    if list(kinds) == ["cpu"]:
-        return (min(2, len(os.sched_getaffinity(0))),)
-    names = [torch.cuda.get_device_name(device) for device in devices()]
-    return tuple(names.count(kind) for kind in kinds)
 
 
 def _launch(work: Callable[..., T], num_workers: int, *arguments: Any) -> T:
