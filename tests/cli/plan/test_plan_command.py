@@ -226,6 +226,10 @@ def test_find_micro_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert plan(config, "--find", "micro_batch", "--json").code == 0
     ended = plan(config, "--find", "micro_batch", "trainer.global_batch=10", "trainer.physical_batch=8")
     assert "global_batch=10 stays" in ended.out  # though not a multiple of the project's micro_batch
+    cadence = ("trainer.strategy={kind: cadence}", "trainer.global_batch=null", "trainer.exact=false")
+    ended = plan(config, "--find", "micro_batch", *cadence)
+    assert (ended.code, ended.out) == (2, "")
+    assert "--find micro_batch divides the global batch: give trainer.global_batch" in ended.err
 
 
 def test_only_the_projects_devices_are_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from paceline.plan.profile import Profile, check_combinable
 
 # Predictions and simulations of more would take minutes.
 _MAX_WORKERS = 10_000
+_NO_MICRO_BATCH = ("trainer.micro_batch=null", "trainer.physical_batch=null")
 _HEADER = ("workers", "strategy", "samples/s", "between", "of sum", "epoch", "cost", "run", "cost", "shares", "limit")
 
 
@@ -76,15 +77,20 @@ def _own_profile(options: argparse.Namespace) -> Profile:
 
 
 def _project(options: argparse.Namespace) -> Any:
-    from paceline.cli.config import load_project
+    from paceline.cli.config import ConfigError, load_project
     from paceline.cli.train.command import checked
 
     if options.config is None:
         raise CommandError("CONFIG is missing: give a project file to measure, or --profile FILE", 2)
     try:
-        found = ("trainer.micro_batch=null", "trainer.physical_batch=null") if options.find is not None else ()
-        project = checked(load_project(options.config, [*options.overrides, *found]))
-        return project.resolve(project.settings.workers or 1)
+        try:
+            project = load_project(options.config, options.overrides)
+        except ConfigError:
+            if options.find is None:
+                raise
+            # The micro-batch that is to be found may not fit the global batch.
+            project = load_project(options.config, [*options.overrides, *_NO_MICRO_BATCH])
+        return checked(project).resolve(project.settings.workers or 1)
     except ValueError as error:
         raise CommandError(str(error), 2) from error
 
