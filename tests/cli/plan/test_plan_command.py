@@ -92,12 +92,14 @@ def test_the_answer_goes_to_a_runs_folder(profiles: Path) -> None:
     assert "nowhere is not a run's folder: choose one of `paceline runs`" in ended.err
 
 
-@pytest.mark.usefixtures("profiles")
-def test_the_answer_as_a_table() -> None:
+def test_the_answer_as_a_table(profiles: Path) -> None:
     ended = plan("--profile", "a.json", "--device", "RTX 3060=0.4", "--workers", "2xA,1xRTX 3060")
     assert ended.code == 0, ended.err
     assert ended.out.startswith("workers")
     assert "2xA,1xRTX 3060" in ended.out
+    assert "  1:20  " in ended.out  # an epoch of 1xA
+    (profiles / "quick.json").write_text(replace(A, devices=(Device("A", 1e-5),), counts=(1,)).to_json())
+    assert " 8 ms " in plan("--profile", "quick.json").out
     assert "\n\nUse 2xA" in ended.out
 
 

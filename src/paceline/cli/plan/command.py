@@ -216,9 +216,9 @@ def _print(found: Sequence[Alternative]) -> None:
                 formats.rate(predicted.samples_per_s),
                 f"{formats.rate(predicted.low)}..{formats.rate(predicted.high)}",
                 f"{predicted.efficiency:.0%}",
-                cli.or_dash(each.epoch_s, formats.duration),
+                cli.or_dash(each.epoch_s, _duration),
                 cli.or_dash(each.cost(each.epoch_s), _money),
-                cli.or_dash(each.run_s, formats.duration),
+                cli.or_dash(each.run_s, _duration),
                 cli.or_dash(each.cost(each.run_s), _money),
                 cli.shortened(":".join(map(str, predicted.shares)), 16),
                 predicted.limit,
@@ -226,6 +226,10 @@ def _print(found: Sequence[Alternative]) -> None:
         )
     cli.print_table(rows, right=range(2, 9), optional=(9, 3, 8, 7, 6))
     print(f"\n{advice(found)}")
+
+
+def _duration(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else formats.duration(seconds)
 
 
 def _money(value: float) -> str:
