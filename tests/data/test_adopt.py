@@ -33,6 +33,7 @@ import paceline as pl
 from paceline.comm.single import SingleCommunicator
 from paceline.core.world import World
 from paceline.data.adopt import LoadingOptions, adopt
+from paceline.data.array_loader import ArrayLoader
 from paceline.data.epochs import Ordered, epochs_of
 from paceline.data.feeds.make_feed import DataSettings, make_feed
 from paceline.data.sources.base import Columns, as_source
@@ -301,9 +302,13 @@ def test_a_loader_can_be_evaluated() -> None:
         mean = trainer.evaluate(
             DataLoader(TENS, batch_size=3), lambda _, batch: sizes.append(len(batch)) or batch.float().mean()
         )
-        with pytest.raises(ValueError, match=r"evaluate\(\) and predict\(\) visit every sample of a data set once"):
+        with pytest.raises(ValueError, match="every sample is visited once here, so a DataLoader must"):
             trainer.evaluate(DataLoader(TENS, batch_size=3, drop_last=True), lambda _, batch: batch.float().mean())
-    assert (mean, sizes) == (4.5, [3, 3, 3, 1])
+        arrays = ArrayLoader(TENS, batch_size=3)
+        mean_of_arrays = trainer.evaluate(arrays, lambda _, batch: sizes.append(len(batch)) or batch.float().mean())
+        with pytest.raises(ValueError, match="but the ArrayLoader has drop_last=True: leave it out"):
+            trainer.evaluate(ArrayLoader(TENS, batch_size=3, drop_last=True), lambda _, batch: batch.float().mean())
+    assert (mean, mean_of_arrays, sizes) == (4.5, 4.5, [3, 3, 3, 1] * 2)
 
 
 # What a loader's settings become.

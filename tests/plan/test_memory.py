@@ -47,6 +47,7 @@ PER_PARAMETER = [
     ({"num_workers": 2}, (4, 4, 4, 8)),
     ({"micro_batches": 2}, (4, 4, 4, 8)),
     ({"num_workers": 2, "exact": True}, (4, 4, 12, 8)),
+    ({"fp16": True}, (4, 4, 4, 8)),
     ({"num_workers": 4, "shard": "optimizer"}, (4, 4, 1, 2)),
     ({"num_workers": 4, "shard": "optimizer", "share": 0.5}, (4, 4, 2, 4)),
     ({"num_workers": 4, "shard": "optimizer", "redundancy": 2}, (4, 4, 2, 4)),

@@ -159,6 +159,7 @@ def test_the_interval_widens_with_the_readings_spread():
     steady, noisy = (predict(WORK, [Device("d", 0.1, spread=spread)]) for spread in (0.0, 0.2))
     assert steady.high / steady.samples_per_s == pytest.approx(1 + MODEL_ERROR)
     assert noisy.low < steady.low < steady.samples_per_s < steady.high < noisy.high
+    assert predict(WORK, [Device("d", 0.1, spread=1.5)]).low == 0
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,10 @@ def test_the_interval_widens_with_the_readings_spread():
         (lambda: Device("d", 0.0), r"d: micro_batch_s=0.0 must be a finite number of seconds > 0"),
         (lambda: Device("d", 0.1, rest_s=-1), r"d: rest_s=-1 must be a finite number >= 0"),
         (lambda: Workload(0, 4, 0), r"num_micro_batches=0: choose num_micro_batches >= 1"),
-        (lambda: Link(0), r"bytes_per_s=0 of a link must be > 0"),
+        (lambda: Link(0), r"a link's bytes_per_s=0 must be > 0"),
+        (lambda: Link(1e9, -1.0), r"a link's latency_s=-1.0 must be >= 0"),
+        (lambda: Exchange(bytes_per_s=0), r"an exchange's bytes_per_s=0 must be > 0"),
+        (lambda: Workload(4, 4, 0, strategy="averaging"), r"strategy='averaging' is unknown: choose 'gradients', Cad"),
         (lambda: predict(WORK, []), r"devices is empty: give at least one device"),
         (lambda: predict(WORK, [FAST, Device("d", 1, host="b")]), r"hosts 'a', 'b' need a link.*--link 1Gbit"),
     ],

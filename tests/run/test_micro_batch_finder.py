@@ -26,10 +26,18 @@ from paceline.run.micro_batch_finder import Trials, candidates, choose, replica_
         (12, [1, 2, 3, 4, 6, 12]),
         (96, [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96]),
         (7, [1, 7]),
+        (100, [1, 2, 4, 10, 20, 50, 100]),
+        (720, [1, 2, 3, 4, 6, 8, 12, 16, 24, 36, 48, 72, 120, 180, 240, 360, 720]),
     ],
 )
 def test_candidates_divide_the_global_batch(global_batch: int, sizes: list[int]) -> None:
     assert candidates(global_batch) == sizes
+
+
+@pytest.mark.parametrize("global_batch", [0, -8, 2.0])
+def test_the_global_batch_is_a_number_of_samples(global_batch: object) -> None:
+    with pytest.raises(ValueError, match=f"global_batch={global_batch} must be "):
+        candidates(global_batch)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +135,6 @@ def test_ten_out_of_memory_errors_leave_nothing_behind(monkeypatch: pytest.Monke
             assert all(p.grad is None or not p.grad.any() for p in replica.parameters.values())
             assert trials.seconds_per_sample(4) is not None
         gc.collect()
-        assert trials.num_out_of_memory == 10
         assert [kept() for kept in replica.model.left_behind] == [None] * 10
 
 

@@ -57,6 +57,19 @@ def test_a_preempted_worker_repeats_nothing_and_its_replacement_joins() -> None:
     )
 
 
+def test_a_worker_that_was_away_dies_when_the_trace_says() -> None:
+    trace = [(60.0, 1, "leave"), (80.0, 1, "die"), (120.0, 1, "join"), (300.0, 1, "die")]
+    outcome = Simulation(WORK, [FAST, FAST], Scenario(400, noise=0.0, trace=trace)).run()
+    assert (outcome.leaves, outcome.joins, outcome.deaths) == (1, 1, 1)  # at 80 s there is nobody to die
+    assert outcome.size_by_step[-1] == 1
+
+
+def test_leaving_and_joining_makes_no_worker_die_more_often() -> None:
+    comings = [(20.0 * turn + wait, 1, what) for turn in range(180) for wait, what in ((5.0, "leave"), (10.0, "join"))]
+    scenario = Scenario(3600, failures_per_hour=2, replace_after_s=1, trace=comings)
+    assert Simulation(WORK, [FAST, FAST], scenario).run().deaths == pytest.approx(4, abs=6)
+
+
 def test_dead_workers_are_replaced() -> None:
     scenario = Scenario(3600, failures_per_hour=2, replace_after_s=60, seed=1)
     outcome = Simulation(WORK, [FAST] * 8, scenario).run()

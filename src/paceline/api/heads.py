@@ -11,6 +11,7 @@ import torch
 
 from paceline.core.errors import MisuseError
 from paceline.data.sources.base import Pair
+from paceline.run.assemble import WeightByModel
 
 # The label that losses of transformers ignore.
 IGNORED = -100
@@ -41,6 +42,16 @@ def check_head(model: Any) -> None:
             "labels, like models of transformers: add compute_loss, or use Trainer.setup and compute the loss in "
             "the loop"
         )
+
+
+def weight_by_head(weight_fn: Callable[[Any], int] | None) -> WeightByModel:
+    """The weight_fn of a head, which is checked once it is built."""
+
+    def find(model: Any) -> Callable[[Any], int] | None:
+        check_head(model)
+        return weight_fn or weight_fn_of(model)
+
+    return WeightByModel(find)
 
 
 def head_loss(model: Any, batch: Any) -> torch.Tensor:

@@ -7,7 +7,6 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from time import perf_counter
 
 import torch
 
@@ -77,24 +76,13 @@ def _cost_without_direct_path(workers: Sequence[tuple[str, str, str]], communica
     pairs = {pair: None for text in gather(json.dumps(own), communicator) for pair in json.loads(text)}
     if not pairs:
         return ""
+    from paceline.run.probe import all_reduce_s  # rarely needed
+
+    seconds = all_reduce_s(communicator, MEASURED_MB << 20, 2)  # the first one connects
     return (
         f"no direct path between {', '.join(pairs)}: they exchange through the host's memory, "
-        f"{1e3 * exchange_s(communicator) / MEASURED_MB:.2g} ms per MB of gradients"
+        f"{1e3 * seconds / MEASURED_MB:.2g} ms per MB of gradients"
     )
-
-
-def exchange_s(communicator: Communicator) -> float:
-    """How long the workers take to add up MEASURED_MB of numbers. A collective."""
-    device = communicator.world.device
-    numbers = torch.zeros(MEASURED_MB * 2**18, device=device)
-    seconds = []
-    for _ in range(2):  # the first connects
-        began_s = perf_counter()
-        communicator.all_reduce(numbers).wait()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(perf_counter() - began_s)
-    return seconds[-1]
 
 
 def _description(world: World) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.api.ddp_config import DdpConfig
-from paceline.api.heads import check_head, head_loss, head_prediction, plain_prediction, weight_fn_of
+from paceline.api.heads import head_loss, head_prediction, plain_prediction, weight_by_head
 from paceline.api.recording import RecordedRun, Recording
 from paceline.api.summary import announce, announce_choice
 from paceline.api.unknown_settings import explains_unknown_settings
@@ -27,7 +27,7 @@ from paceline.data.adopt import LoadingOptions, adopt, adopt_for_evaluation
 from paceline.plan.cadence import Cadence
 from paceline.plan.epoch import Position
 from paceline.plan.memory import MemoryReport
-from paceline.run.assemble import WeightByModel, assemble
+from paceline.run.assemble import assemble
 from paceline.run.capture.step import StepFunction
 from paceline.run.config import RunConfig, Strategy
 from paceline.run.evaluation import collect
@@ -225,7 +225,7 @@ class Trainer:
         Without a weight_fn, a micro-batch of a transformers language model weighs the labels that its loss is a mean
         over: for causal models, which shift them, `(labels[..., 1:] != -100).sum()`. See docs/data.md.
         """
-        settings["weight_fn"] = _checking_head(settings.get("weight_fn"))
+        settings["weight_fn"] = weight_by_head(settings.get("weight_fn"))
         trainer = cls.setup(head, optimizer, data=data, **settings)
         trainer._is_head = True
         return trainer
@@ -235,7 +235,7 @@ class Trainer:
         cls, config: DdpConfig, head: Any, optimizer: OptimizerFactory, *, data: Any, micro_batch: int, **settings: Any
     ) -> Trainer:
         """`setup_head` with El Che, as in `setup_with`."""
-        settings["weight_fn"] = _checking_head(settings.get("weight_fn"))
+        settings["weight_fn"] = weight_by_head(settings.get("weight_fn"))
         trainer = cls.setup_with(config, head, optimizer, data=data, micro_batch=micro_batch, **settings)
         trainer._is_head = True
         return trainer
@@ -260,9 +260,9 @@ class Trainer:
             found = pl.Trainer.find_micro_batch(build, optimizer, loss_fn, data=samples, global_batch=256)
             trainer = pl.Trainer.setup(build, optimizer, data=samples, global_batch=256, micro_batch=found.micro_batch)
 
-        loss_fn(model, batch): the loss of a micro-batch. Powers of two and the numbers between them that divide the
-        global batch are tried with a replica made for this: model and optimizer are functions that build them. All
-        workers of a world call it together, and each measures its own device.
+        loss_fn(model, batch): the loss of a micro-batch. Divisors of the global batch are tried with a replica made for
+        this: model and optimizer are functions that build them. All workers of a world call it together, and each
+        measures its own device.
         """
         from paceline.run.micro_batch_finder import Trials, find, replica_for_trials
 
@@ -703,13 +703,3 @@ class Trainer:
         finally:
             if recorded is not None:
                 recorded.close(error)
-
-
-def _checking_head(weight_fn: Callable[[Any], int] | None) -> WeightByModel:
-    """The weight_fn of a head, which is checked once it is built."""
-
-    def find(model: Any) -> Callable[[Any], int] | None:
-        check_head(model)
-        return weight_fn or weight_fn_of(model)
-
-    return WeightByModel(find)

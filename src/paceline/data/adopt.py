@@ -83,14 +83,18 @@ def adopt_for_evaluation(
     data: Any, collate_fn: Callable[[list[Any]], Any] | None, seed: int
 ) -> tuple[Source, int | None]:
     """Data of which every sample is visited once, and its batch size if it has one."""
+    if isinstance(data, ArrayLoader):
+        if data.drop_last:
+            raise ValueError("every sample is visited once here, but the ArrayLoader has drop_last=True: leave it out")
+        return as_source(data.columns, collate_fn=collate_fn), data.batch_size
     if not isinstance(data, DataLoader):
         return as_source(data, collate_fn=collate_fn, seed=seed), None
     batches = _LoaderBatches.of(data)
     has_order = batches.size is not None and batches.shuffle is not None and not batches.drop_last
     if isinstance(data.dataset, IterableDataset) or not has_order:
         raise ValueError(
-            "evaluate() and predict() visit every sample of a data set once, so its DataLoader must have a map-style "
-            "data set, a batch_size, no custom sampler and drop_last=False: pass the data set itself"
+            "every sample is visited once here, so a DataLoader must have a map-style data set, a batch_size, no "
+            "custom sampler and drop_last=False: pass the data set itself"
         )
     return _loader_source(data, _agreed("collate_fn", collate_fn, "collate_fn", _collate_fn(data)), seed), batches.size
 

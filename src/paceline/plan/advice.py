@@ -148,7 +148,8 @@ def _about_strategies(found: Sequence[Alternative], usual: Sequence[Alternative]
     if not others:
         return []
     best = max(others, key=lambda each: each.samples_per_s)
-    gain = best.samples_per_s / usual[0].samples_per_s - 1
-    if gain < _NOTABLE:
+    ratio = best.samples_per_s / usual[0].samples_per_s
+    if ratio < 1 + _NOTABLE:
         return []
-    return [f"With {best.strategy} {best.workers} would be {gain:.0%} faster, but the result depends on the workers."]
+    faster = f"{ratio - 1:.0%} faster" if ratio < 2 else f"{ratio:,.1f} times as fast"
+    return [f"With {best.strategy} {best.workers} would be {faster}, but the result depends on the workers."]

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.core.seeding import GOLDEN, MASK, Words, mix64_each
+from paceline.plan.entries import check_entries
 
 Indices: TypeAlias = npt.NDArray[np.int64]
 
@@ -112,11 +113,15 @@ class Steps:
         return range(first * self.micro_batch, min((first + count) * self.micro_batch, self.num_samples))
 
 
+def divisors(number: int) -> list[int]:
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
 def _nearest_divisors(number: int, near: int) -> tuple[int, int]:
     """The largest divisor of `number` below `near` and the smallest above, for 1 < near < number."""
-    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
-    divisors = small + [number // d for d in small]
-    return max(d for d in divisors if d < near), min(d for d in divisors if d > near)
+    found = divisors(number)
+    return max(d for d in found if d < near), min(d for d in found if d > near)
 
 
 class Position(NamedTuple):
@@ -151,11 +156,7 @@ class Position(NamedTuple):
     @classmethod
     def from_dict(cls, values: Mapping[str, int]) -> Position:
         """The position that `to_dict` wrote. A missing, unknown or invalid entry is a ValueError that names it."""
-        names = cls._fields
-        if missing := [name for name in names if name not in values]:
-            raise ValueError(f"position lacks {', '.join(missing)}: it needs {', '.join(names)}")
-        if unknown := [str(key) for key in values if key not in names]:
-            raise ValueError(f"position has unknown {', '.join(unknown)}: it takes only {', '.join(names)}")
+        check_entries("position", values, cls._fields)
         for name, value in values.items():
             if not _is_int(value) or value < 0:
                 raise ValueError(f"position's {name}={value!r} is not a count: it must be an integer >= 0")

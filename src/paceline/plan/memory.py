@@ -26,6 +26,7 @@ class StateSize:
     num_workers: int = 1
     micro_batches: int = 1
     exact: bool = False
+    fp16: bool = False
     ema: bool = False
     shard: str | None = None
     share: float | None = None
@@ -75,7 +76,8 @@ def memory_of(size: StateSize) -> MemoryReport:
     master = 4 if size.master_weights and weight < 4 else 0
     gradient_bytes = 4 if master else weight
     if not is_divided:
-        is_alone = size.num_workers == 1 and size.micro_batches == 1 and not size.exact
+        # fp16's loss scaling needs the sums too.
+        is_alone = size.num_workers == 1 and size.micro_batches == 1 and not (size.exact or size.fp16)
         means = gradient_bytes if sum_bytes != gradient_bytes else 0
         per_sum = 0 if is_alone else sum_bytes + means
         share, exchange, local = 1.0, 0, 0

@@ -15,7 +15,9 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
+from paceline.core.settings import check_value
 from paceline.plan.cadence import Cadence
 from paceline.plan.shares import shares
 
@@ -98,6 +100,10 @@ class Exchange:
     call_s: float = 0.0
     bytes_per_s: float = math.inf
 
+    def __post_init__(self) -> None:
+        check_value("an exchange's call_s", self.call_s, float, least=0)
+        check_value("an exchange's bytes_per_s", self.bytes_per_s, float, above=0, finite=False)
+
     @classmethod
     def fitted(cls, seconds: float, num_workers: int, num_bytes: float) -> Exchange:
         """From one measurement. It cannot separate calls from bytes: all beyond CALL_S counts as bytes."""
@@ -144,8 +150,8 @@ class Link:
     latency_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.bytes_per_s > 0:
-            raise ValueError(f"bytes_per_s={self.bytes_per_s} of a link must be > 0")
+        check_value("a link's bytes_per_s", self.bytes_per_s, float, above=0, finite=False)
+        check_value("a link's latency_s", self.latency_s, float, least=0)
 
     @classmethod
     def sold_as(cls, bits_per_s: float) -> Link:
@@ -187,7 +193,7 @@ class Workload:
     gradient_bytes: float
     num_samples: int | None = None
     epochs: float = 1.0
-    strategy: str | Cadence | Averaging = "gradients"
+    strategy: Literal["gradients"] | Cadence | Averaging = "gradients"
     overlap: bool = True
     stall_s: float = 0.0
     save_every: int | None = None
@@ -199,6 +205,11 @@ class Workload:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{name}={value!r}: choose {name} >= 1")
+        if self.strategy != "gradients" and not isinstance(self.strategy, Cadence | Averaging):
+            raise ValueError(
+                f"strategy={self.strategy!r} is unknown: choose 'gradients', Cadence(...) or Averaging(...) of "
+                "paceline.plan.predict"
+            )
 
 
 @dataclass(frozen=True)
@@ -209,7 +220,7 @@ class Hardware:
     link: Link | None = None
 
     def host(self, name: str) -> Host:
-        return self.hosts.get(name.partition(_LIKE)[0], Host())
+        return self.hosts.get(name, self.hosts.get(name.rpartition(_LIKE)[0], Host()))
 
 
 def like(host: str, number: int) -> str:
@@ -226,7 +237,6 @@ class Prediction:
     cores", "data", or "checkpoints".
     """
 
-    devices: tuple[Device, ...]
     slowed: tuple[Device, ...]
     step_s: float
     shares: tuple[int, ...]
@@ -383,12 +393,11 @@ def _summary(workload: Workload, devices: Sequence[Device], slowed: Sequence[Dev
     limit = max(parts, key=parts.__getitem__)
     error = math.hypot(MODEL_ERROR, max(device.spread + device.uncertainty for device in devices))
     return Prediction(
-        tuple(devices),
         tuple(slowed),
         step_s,
         plan.shares,
         samples_per_s,
-        samples_per_s * (1 - error),
+        samples_per_s * max(1 - error, 0.0),
         samples_per_s * (1 + error),
         samples_per_s / alone,
         limit if parts[limit] > 0.05 * step_s else "compute",

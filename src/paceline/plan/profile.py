@@ -7,8 +7,10 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, get_type_hints
 
+from paceline.core.settings import check_value
+from paceline.core.timing import Timing
 from paceline.plan.entries import check_entries
 from paceline.plan.predict import Device, Exchange, Host, Link
 
@@ -28,6 +30,10 @@ class Subject:
     micro_batch: int
     precision: str = "fp32"
     exact: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_parameters", "gradient_bytes", "micro_batch"):
+            check_value(name, getattr(self, name), int, least=1)
 
     def differences(self, other: Subject) -> list[str]:
         """What is not the same, as "micro_batch 8, not 4"."""
@@ -52,24 +58,23 @@ class StepTimes:
     exchange_s: float = 0.0
 
     @classmethod
-    def of(cls, steps: Sequence[Sequence[Sequence[float]]]) -> StepTimes:
-        """steps: by step and rank, (micro_batch, sync, rest, data) in seconds; 0 where nothing was measured."""
+    def of(cls, steps: Sequence[Sequence[Timing]]) -> StepTimes:
+        """steps: the workers' timings by step and rank."""
         if not steps:
             raise ValueError("no step was measured: choose steps >= 1")
-        ranks = range(len(steps[0]))
-        readings = [[[step[rank][part] for step in steps if step[rank][part]] for part in range(4)] for rank in ranks]
-        for rank in ranks:
-            if not readings[rank][0]:
+        by_rank = [list(zip(*own, strict=True)) for own in zip(*steps, strict=True)]  # the readings of each field
+        for rank, (micro_batch_s, *_) in enumerate(by_rank):
+            if not any(micro_batch_s):
                 raise ValueError(
                     f"rank {rank} had no micro-batch in {len(steps)} steps: choose a global_batch of more micro-batches"
                 )
-        exchanges = [min(own[1] for own in step) for step in steps]
+        micro_batch_s, _, rest_s, data_s, _ = zip(*by_rank, strict=True)
         return cls(
-            tuple(_mean(own[0]) for own in readings),
-            tuple(_mean(own[2]) for own in readings),
-            tuple(_mean(own[3]) for own in readings),
-            tuple(_spread(own[0]) for own in readings),
-            _mean([s for s in exchanges if s]),
+            tuple(map(_mean, micro_batch_s)),
+            tuple(map(_mean, rest_s)),
+            tuple(map(_mean, data_s)),
+            tuple(map(_spread, micro_batch_s)),
+            _mean([min(own.sync for own in step) for step in steps]),
         )
 
 
@@ -93,6 +98,16 @@ class Profile:
     epochs: int | None = None
     link: Link | None = None
 
+    def __post_init__(self) -> None:
+        check_value("cores", self.cores, float, above=0)
+        check_value("contention", self.contention, float, least=0)
+        for name in ("num_samples", "global_batch", "epochs"):
+            check_value(name, getattr(self, name), int | None, least=1)
+        if not self.devices or len(self.counts) != len(self.devices):
+            raise ValueError(f"counts={list(self.counts)} of {len(self.devices)} devices: give one for each kind")
+        for count in self.counts:
+            check_value("counts", count, int, least=1)
+
     @property
     def as_host(self) -> Host:
         return Host(self.cores, self.contention, self.exchange)
@@ -115,7 +130,7 @@ class Profile:
                 if other
             ]
             contention = statistics.fmean(found) if found else 0.0
-        crowding = max(1.0, sum(device.cores for device in devices) / self.cores) if self.cores else 1.0
+        crowding = max(1.0, sum(device.cores for device in devices) / self.cores)
         exchange = Exchange.fitted(together.exchange_s / crowding, len(devices), self.subject.gradient_bytes)
         own = self.devices
         if contention < 0:  # others make no worker faster: the machine's speed has changed, and both readings count
@@ -154,19 +169,18 @@ class Profile:
             raise ValueError(f"it is not a profile of version {VERSION}: make one with `paceline plan --out`")
         values.setdefault("link", None)  # profiles had none before
         check_entries("the profile", values, [each.name for each in fields(cls)])
-        exchange = dict(values["exchange"])
-        if exchange.get("bytes_per_s") is None:
-            exchange["bytes_per_s"] = math.inf
-        return cls(
-            **values
-            | {
-                "subject": _made(Subject, values["subject"]),
-                "devices": tuple(_made(Device, {"uncertainty": 0.0} | device) for device in values["devices"]),
-                "counts": tuple(values["counts"]),
-                "exchange": _made(Exchange, exchange),
-                "link": None if values["link"] is None else _made(Link, values["link"]),
-            }
-        )
+        for name in ("devices", "counts"):
+            if not isinstance(values[name], list):
+                raise ValueError(f"the profile's {name}={values[name]!r} is not a list")
+        if isinstance(values["exchange"], dict) and values["exchange"].get("bytes_per_s", 0) is None:
+            values["exchange"]["bytes_per_s"] = math.inf
+        values["subject"] = _made(Subject, values["subject"])
+        known = {"uncertainty": 0.0}  # which profiles did not have before
+        values["devices"] = tuple(_made(Device, known | d if isinstance(d, dict) else d) for d in values["devices"])
+        values["counts"] = tuple(values["counts"])
+        values["exchange"] = _made(Exchange, values["exchange"])
+        values["link"] = None if values["link"] is None else _made(Link, values["link"])
+        return cls(**values)
 
 
 def check_combinable(own: Profile, others: Sequence[Profile]) -> None:
@@ -191,18 +205,28 @@ def _others(cores: float, devices: Sequence[Device]) -> list[float]:
 
 
 def _mean(readings: Sequence[float]) -> float:
-    """Without the lowest and the highest tenth, which show other load on the machine. Unlike medians, means add up."""
-    few = len(readings) // 10
-    return statistics.fmean(sorted(readings)[few : len(readings) - few]) if readings else 0.0
+    """Of what was measured, without the lowest and the highest tenth, which show other load on the machine.
+
+    Unlike medians, means add up.
+    """
+    measured = sorted(filter(None, readings))
+    few = len(measured) // 10
+    return statistics.fmean(measured[few : len(measured) - few]) if measured else 0.0
 
 
 def _spread(readings: Sequence[float]) -> float:
-    if len(readings) < 4:
+    measured = list(filter(None, readings))
+    if len(measured) < 4:
         return 0.0
-    first, median, third = statistics.quantiles(readings, n=4)
+    first, median, third = statistics.quantiles(measured, n=4)
     return (third - first) / 2 / median
 
 
 def _made(kind: Any, values: Mapping[str, Any]) -> Any:
-    check_entries(f"the profile's {kind.__name__.lower()}", values, [each.name for each in fields(kind)])
+    owner, hints = f"the profile's {kind.__name__.lower()}", get_type_hints(kind)
+    check_entries(owner, values, [each.name for each in fields(kind)])
+    for name, hint in hints.items():
+        if hint in (str, bool) and not isinstance(values[name], hint):
+            raise ValueError(f"{owner} has {name}={values[name]!r}, which is not a {hint.__name__}")
+        check_value(f"{owner}: {name}", values[name], hint, finite=False)
     return kind(**values)

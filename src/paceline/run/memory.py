@@ -37,6 +37,7 @@ def memory_report(run: Run, num_workers: int | None = None) -> MemoryReport:
             num_workers=size,
             micro_batches=max(-(-config.max_micro_batches(size) // size), 1),
             exact=config.exact,
+            fp16=config.precision == "fp16",
             ema=config.optimization.ema is not None,
             shard=config.optimization.shard,
             share=share,
@@ -67,9 +68,9 @@ def _probe(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
     parameter = torch.nn.Parameter(torch.ones(_PROBE_SHAPE, dtype=dtype))
     parameter.grad = torch.ones_like(parameter)
     make: Any = type(optimizer)
-    # Not all defaults are arguments: AdamW has one of Adam's.
-    settings = {name: group[name] for name in inspect.signature(make).parameters if name in group and name != "fused"}
-    settings.pop("params", None)
+    # Not all defaults are arguments: AdamW has one of Adam's. Fused and capturable ones may need a GPU.
+    names = inspect.signature(make).parameters.keys() & group.keys() - {"params", "fused", "capturable"}
+    settings = {name: group[name] for name in names}
     try:
         trial = make([parameter], **settings)
         trial.step()

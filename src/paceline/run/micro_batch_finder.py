@@ -16,9 +16,11 @@ import torch
 
 from paceline.comm import connect
 from paceline.comm.base import Communicator
+from paceline.core.settings import check_value
 from paceline.core.world import World
 from paceline.data.feeds.device import to_device
 from paceline.data.sources.base import Source
+from paceline.plan.epoch import divisors
 from paceline.plan.shares import shares
 from paceline.run.determinism import process_settings
 from paceline.run.evaluation.collect import gather
@@ -62,10 +64,13 @@ class FoundMicroBatch:
 
 
 def candidates(global_batch: int) -> list[int]:
-    """The powers of two, and the numbers halfway between two of them, that divide the global batch."""
-    powers = [1 << exponent for exponent in range(global_batch.bit_length())]
-    sizes = {*powers, *(3 * power // 2 for power in powers if power > 1), global_batch}
-    return sorted(size for size in sizes if global_batch % size == 0)
+    """Divisors of the global batch, each at least a third larger than the one before: of a power of two, all."""
+    check_value("global_batch", global_batch, int, least=1)
+    sizes = [1]
+    for divisor in divisors(global_batch):
+        if 3 * divisor >= 4 * sizes[-1]:
+            sizes.append(divisor)
+    return sizes
 
 
 def choose(global_batch: int, sample_s: Sequence[Mapping[int, float | None]]) -> FoundMicroBatch:
@@ -99,7 +104,6 @@ class Trials:
         self._source = source
         self._device = device
         self._has_state = False
-        self.num_out_of_memory = 0
 
     def seconds_per_sample(self, size: int) -> float | None:
         """Of one turn; None if the batch does not fit."""
@@ -110,7 +114,6 @@ class Trials:
             if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
                 raise
         # Outside of `except`, where the error would keep the failed attempt's tensors alive.
-        self.num_out_of_memory += 1
         self._free()
         return None
 

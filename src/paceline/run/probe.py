@@ -6,7 +6,7 @@ import math
 import os
 import socket
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from paceline.comm.base import Communicator
 from paceline.core.errors import MisuseError
+from paceline.core.timing import Timing
 from paceline.observe.environment import processor_name
 from paceline.plan.predict import Device, Exchange, Link
 from paceline.plan.profile import Profile, StepTimes, Subject
@@ -48,8 +50,8 @@ def profile(run: Run, step: Callable[[Any], object], num_steps: int) -> tuple[Pr
     if run.loop.last_record is None:
         _train(run, step, WARMUP_STEPS)
     run.loop.time_every_step()
-    measured = [own for own in _train(run, step, _enough(run, step, num_steps) + num_late) if any(w[0] for w in own)]
-    times = StepTimes.of(measured)
+    steps = _train(run, step, _enough(run, step, num_steps) + num_late)
+    times = StepTimes.of([step for step in steps if any(own.micro_batch for own in step)])
     num_hosts = sum(local_rank == 0 for local_rank in gather(run.world.local_rank, run.communicator))
     cores = min(float(torch.get_num_threads()), cpu_quota()) if device.type == "cpu" else 0.0
     found = _described(run, times, cores)
@@ -62,22 +64,24 @@ def profile(run: Run, step: Callable[[Any], object], num_steps: int) -> tuple[Pr
 
 def _link(run: Run, num_hosts: int, gradient_bytes: int) -> Link:
     """Between the hosts of this world, from all-reduces of a step's bytes and of one number."""
-    device, communicator = run.world.device, run.communicator
-
-    def seconds(num_bytes: int) -> float:
-        tensor = communicator.empty(max(num_bytes // 4, 1), torch.float32, device).zero_()
-        readings = []
-        for _ in range(LINK_READINGS):
-            start = perf_counter()
-            communicator.all_reduce(tensor).wait()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            readings.append(perf_counter() - start)
-        return float(min(gather(statistics.median(readings), communicator)))  # the last worker does not wait
-
     num_bytes = min(gradient_bytes, MAX_LINK_BYTES)
-    least_s = seconds(0)
-    return Link.fitted(num_hosts, num_bytes, seconds(num_bytes), least_s)
+    own = [all_reduce_s(run.communicator, size, LINK_READINGS) for size in (0, num_bytes)]
+    least_s, seconds = map(min, zip(*gather(own, run.communicator), strict=True))  # the last worker does not wait
+    return Link.fitted(num_hosts, num_bytes, seconds, least_s)
+
+
+def all_reduce_s(communicator: Communicator, num_bytes: int, num_readings: int) -> float:
+    """How long the workers take to add up so many bytes; the lower median of some readings. A collective."""
+    device = communicator.world.device
+    tensor = communicator.empty(max(num_bytes // 4, 1), torch.float32, device).zero_()
+    readings = []
+    for _ in range(num_readings):
+        start = perf_counter()
+        communicator.all_reduce(tensor).wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        readings.append(perf_counter() - start)
+    return statistics.median_low(readings)
 
 
 def _enough(run: Run, step: Callable[[Any], object], num_steps: int) -> int:
@@ -105,11 +109,8 @@ def cpu_quota() -> float:
     return math.inf
 
 
-def _train(run: Run, step: Callable[[Any], object], num_steps: int) -> list[list[tuple[float, float, float, float]]]:
-    """By step and rank: seconds of a micro-batch, the exchange, the rest, and the wait for data.
-
-    In one loop, as in a run: leaving and entering the loop takes time.
-    """
+def _train(run: Run, step: Callable[[Any], object], num_steps: int) -> list[Sequence[Timing]]:
+    """The workers' timings, by step. In one loop, as in a run: leaving and entering the loop takes time."""
     loop = run.loop
     last = loop.position.step + num_steps
     readings, before = [], loop.last_record
@@ -117,7 +118,7 @@ def _train(run: Run, step: Callable[[Any], object], num_steps: int) -> list[list
         for batch in epoch:
             step(batch)
             if (record := loop.last_record) is not None and record is not before:
-                readings.append([(own.micro_batch, own.sync, own.rest, own.data) for own in record.timings])
+                readings.append(record.timings)
                 before = record
     if loop.position.step < last:
         raise MisuseError(f"the data ended before step {last}: profile() needs more samples, or fewer steps")

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import heapq
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, Literal, cast
@@ -77,7 +78,7 @@ class Outcome:
         return self.samples / self.seconds if self.seconds else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        recoveries = sorted(self.recoveries_s)
+        recoveries = self.recoveries_s
         return {
             "workers": self.num_workers,
             "seconds": self.seconds,
@@ -88,8 +89,8 @@ class Outcome:
             "leaves": self.leaves,
             "joins": self.joins,
             "generations": self.generations,
-            "recovery_s": None if not recoveries else recoveries[len(recoveries) // 2],
-            "longest_recovery_s": None if not recoveries else recoveries[-1],
+            "recovery_s": statistics.median_high(recoveries) if recoveries else None,
+            "longest_recovery_s": max(recoveries, default=None),
             "least_workers": min(self.size_by_step, default=0),
             "least_share": min(self.last_shares, default=0),
             "largest_share": max(self.last_shares, default=0),
@@ -122,19 +123,18 @@ class Simulation:
             raise ValueError("a simulation needs strategy 'gradients' or a cadence: averaging is not simulated")
         self._workload, self._scenario, self._hardware = workload, scenario, hardware or Hardware()
         self._random = np.random.default_rng(scenario.seed)
-        hosts = {name: number for number, name in enumerate(dict.fromkeys(device.host for device in devices))}
-        slots = dict.fromkeys(hosts.values(), 0)
-        self._generation = Generation.first({hosts[name]: _count(devices, name) for name in hosts})
-        self._device_of: dict[_Place, Device] = {}
-        self._slots: list[_Place] = []  # by number of the worker in a trace
+        nodes: dict[str, int] = {}
+        num_workers = Counter[int]()  # by node
+        self._places: list[_Place] = []  # by number of the worker in a trace
         for device in devices:
-            node = hosts[device.host]
-            self._device_of[node, slots[node]] = device
-            self._slots.append((node, slots[node]))
-            slots[node] += 1
-        self._starts = dict.fromkeys(self._device_of, 0)
+            node = nodes.setdefault(device.host, len(nodes))
+            self._places.append((node, num_workers[node]))
+            num_workers[node] += 1
+        self._device_of = dict(zip(self._places, devices, strict=True))
+        self._generation = Generation.first(num_workers)
+        self._starts = dict.fromkeys(self._places, 0)
         self._planner = self._new_planner(len(devices))
-        self._deaths: list[tuple[float, int, _Place]] = []
+        self._deaths: list[tuple[float, int, _Place, int | None]] = []  # of that start; None: of whoever is there
         self._changes: list[tuple[float, int, _Place, str]] = []
         self._num_events = 0
         self._waiting: set[Member] = set()
@@ -142,12 +142,12 @@ class Simulation:
         self._now = 0.0
         self._lost_at: float | None = None
         self._prepare()
-        for place in self._slots:
+        for place in self._places:
             self._schedule_death(place)
         for at_s, worker, what in scenario.trace:
             if not 0 <= worker < len(devices):
                 raise ValueError(f"the trace names worker {worker}: there are {len(devices)}, counted from 0")
-            self._push(at_s, self._slots[worker], what)
+            self._push(at_s, self._places[worker], what)
 
     def run(self) -> Outcome:
         outcome = self._outcome
@@ -166,7 +166,7 @@ class Simulation:
         micro_batch_s = self._micro_batch_s * np.maximum(noise, 0.2)
         compute_s = counts * micro_batch_s
         took_s = float((compute_s + self._rest_s).max()) + self._exchange_s
-        if (death_s := self._next_death()) is not None and death_s < self._now + took_s:
+        if (death_s := self._next_death(self._now + took_s)) is not None:
             self._lose(death_s, compute_s)
             return
         self._now += took_s
@@ -189,7 +189,7 @@ class Simulation:
 
     def _lose(self, death_s: float, compute_s: np.ndarray) -> None:
         """Survivors compute their shares of the step, notice the death in the exchange, and repeat the step."""
-        _, _, place = heapq.heappop(self._deaths)
+        _, _, place, _ = heapq.heappop(self._deaths)
         member = self._member_at(place)
         assert member is not None, "_next_death found it"
         rank = self._generation.members.index(member)
@@ -265,25 +265,24 @@ class Simulation:
     def _schedule_death(self, place: _Place) -> None:
         if self._scenario.failures_per_hour > 0:
             mean_s = 3600 / self._scenario.failures_per_hour
-            self._push(self._now + float(self._random.exponential(mean_s)), place, "die")
+            self._push(self._now + float(self._random.exponential(mean_s)), place, "die", self._starts[place])
 
-    def _push(self, at_s: float, place: _Place, what: str) -> None:
+    def _push(self, at_s: float, place: _Place, what: str, start: int | None = None) -> None:
         self._num_events += 1
         if what == "die":
-            heapq.heappush(self._deaths, (at_s, self._num_events, place))
+            heapq.heappush(self._deaths, (at_s, self._num_events, place, start))
         else:
             heapq.heappush(self._changes, (at_s, self._num_events, place, what))
 
-    def _next_death(self) -> float | None:
-        """When the next member dies, without workers that have left."""
-        while self._deaths and self._member_at(self._deaths[0][2]) is None:
+    def _next_death(self, until_s: float) -> float | None:
+        """When the next member dies before that time. Deaths of workers that are away by then do not happen."""
+        while self._deaths and self._deaths[0][0] < until_s:
+            at_s, _, place, start = self._deaths[0]
+            if self._member_at(place) is not None and start in (None, self._starts[place]):
+                return at_s
             heapq.heappop(self._deaths)
-        return self._deaths[0][0] if self._deaths else None
+        return None
 
     def _member_at(self, place: _Place) -> Member | None:
         member = Member(*place, self._starts[place])
         return member if member in self._members else None
-
-
-def _count(devices: Iterable[Device], host: str) -> int:
-    return sum(device.host == host for device in devices)

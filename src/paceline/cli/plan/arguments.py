@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +32,21 @@ _EXAMPLES = (
 )
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+# Options that would be ignored: beside these options, or without --simulate.
+_USELESS_WITH = {
+    "--find": (
+        *("--profile", "--out", "--name", "--add", "--device", "--workers", "--global-batch", "--link", "--price"),
+        *("--steps", "--simulate", "--run"),
+    ),
+    "--profile": ("--steps",),
+    "--simulate": ("--price", "--run"),
+}
+_OF_SIMULATE = ("--failures", "--noise", "--replace-after", "--trace", "--seed")
 
 
 def add_parser(commands: Any) -> None:
-    parser = add_command(
-        commands, "plan", "predict how fast some hardware will train", _NOTE, examples=_EXAMPLES, run=_run
-    )
+    parser = add_command(commands, "plan", "predict how fast some hardware will train", _NOTE, examples=_EXAMPLES)
+    parser.set_defaults(run=partial(_run, parser))
     add = parser.add_argument
     add("config", nargs="?", type=Path, metavar="CONFIG", help="a project file; measured unless --profile is given")
     add("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="settings that override the file")
@@ -70,9 +81,18 @@ def add_parser(commands: Any) -> None:
     add("--json", action="store_true", help="print JSON")
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     from paceline.cli.plan.command import run
 
+    def is_given(option: str) -> bool:
+        name = "run_folder" if option == "--run" else option[2:].replace("-", "_")
+        return bool(getattr(options, name) != parser.get_default(name))
+
+    for option, useless in _USELESS_WITH.items():
+        for other in filter(is_given, useless if is_given(option) else ()):
+            parser.error(f"{other} would be ignored with {option}: leave one of them out")
+    for option in filter(is_given, () if is_given("--simulate") else _OF_SIMULATE):
+        parser.error(f"{option} would be ignored without --simulate: leave it out, or give --simulate TIME")
     return run(options)
 
 
@@ -81,7 +101,7 @@ def workers(text: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for part in text.split(","):
         match = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\S.*?)\s*", part)
-        if match is None or match[1] == "0":
+        if match is None or (match[1] and not int(match[1])):
             raise argparse.ArgumentTypeError(f"{part!r}: choose a number and a device, such as 2xA")
         found[match[2]] = found.get(match[2], 0) + int(match[1] or 1)
     return found
@@ -89,20 +109,12 @@ def workers(text: str) -> dict[str, int]:
 
 def bits_per_s(text: str) -> float:
     """ "1Gbit", "100 Mbit/s" """
-    match = re.fullmatch(r"\s*([\d.]+)\s*([kmgt]bit)(?:/s|ps)?\s*", text.lower())
-    value = _number(match[1]) * _BITS[match[2]] if match else 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: choose a speed such as 1Gbit or 100Mbit")
-    return value
+    return _quantity(text, re.sub(r"(/s|ps)\s*$", "", text.lower()), _BITS, "a speed such as 1Gbit or 100Mbit")
 
 
 def duration(text: str) -> float:
     """ "90s", "20min", "1h" """
-    match = re.fullmatch(r"\s*([\d.]+)\s*(s|min|h|d)\s*", text)
-    value = _number(match[1]) * _SECONDS[match[2]] if match else 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: choose a time such as 90s, 20min or 1h")
-    return value
+    return _quantity(text, text, _SECONDS, "a time such as 90s, 20min or 1h")
 
 
 def rate(text: str) -> float:
@@ -130,6 +142,14 @@ def prices(text: str) -> dict[str, float]:
             raise argparse.ArgumentTypeError(f"{part!r}: choose a device and its price per hour, such as A=2.10/h")
         found[name.strip()] = price
     return found
+
+
+def _quantity(given: str, text: str, units: Mapping[str, float], example: str) -> float:
+    match = re.fullmatch(rf"\s*([\d.]+)\s*({'|'.join(units)})\s*", text)
+    value = _number(match[1]) * units[match[2]] if match else 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{given!r}: choose {example}")
+    return value
 
 
 def _number(text: str) -> float:

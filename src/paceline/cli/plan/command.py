@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -19,6 +20,9 @@ from paceline.plan.cadence import Cadence
 from paceline.plan.epoch import Steps
 from paceline.plan.profile import Profile, check_combinable
 
+# Predictions and simulations of more would take minutes.
+_MAX_WORKERS = 10_000
+_NO_MICRO_BATCH = ("trainer.micro_batch=null", "trainer.physical_batch=null")
 _HEADER = ("workers", "strategy", "samples/s", "between", "of sum", "epoch", "cost", "run", "cost", "shares", "limit")
 
 
@@ -34,6 +38,8 @@ class Situation:
 def run(options: argparse.Namespace) -> int:
     if options.run_folder is not None and not RunFiles(options.run_folder).status.is_file():
         raise CommandError(f"--run {options.run_folder} is not a run's folder: choose one of `paceline runs`", 2)
+    if options.out is not None and (options.out.is_dir() or not os.access(options.out.parent, os.W_OK)):
+        raise CommandError(f"--out {options.out} cannot be written: choose a file in a folder that exists", 2)
     if options.find is not None:
         return _find(options)
     own = _own_profile(options)
@@ -71,13 +77,20 @@ def _own_profile(options: argparse.Namespace) -> Profile:
 
 
 def _project(options: argparse.Namespace) -> Any:
-    from paceline.cli.config import load_project
+    from paceline.cli.config import ConfigError, load_project
+    from paceline.cli.train.command import checked
 
     if options.config is None:
         raise CommandError("CONFIG is missing: give a project file to measure, or --profile FILE", 2)
     try:
-        project = load_project(options.config, options.overrides)
-        return project.resolve(project.settings.workers or 1)
+        try:
+            project = load_project(options.config, options.overrides)
+        except ConfigError:
+            if options.find is None:
+                raise
+            # The micro-batch that is to be found may not fit the global batch.
+            project = load_project(options.config, [*options.overrides, *_NO_MICRO_BATCH])
+        return checked(project).resolve(project.settings.workers or 1)
     except ValueError as error:
         raise CommandError(str(error), 2) from error
 
@@ -111,6 +124,8 @@ def _situation(options: argparse.Namespace, own: Profile) -> Situation:
             known[device.name] = (device, count)
     link = _link(options.link, (own, *others))
     for name, factor in options.device:
+        if name in known:
+            raise ValueError(f"two devices are named {name!r}: choose another name for --device {name}={factor:g}")
         host = None if link is None else name
         known[name] = (own.devices[0].scaled(name, factor, host), 1)
     wanted = options.workers or {name: count for name, (_, count) in known.items()}
@@ -122,6 +137,8 @@ def _situation(options: argparse.Namespace, own: Profile) -> Situation:
                 f"unknown device {name!r}: the profiles have {', '.join(map(repr, known))}{hint}. Add a profile with "
                 "--add NAME=FILE, or give its speed with --device NAME=FACTOR"
             )
+    if (total := sum(wanted.values())) > _MAX_WORKERS:
+        raise ValueError(f"{total} workers are too many: choose at most {_MAX_WORKERS}")
     kinds = []
     for name, count in wanted.items():
         device, per_host = known[name]
@@ -140,21 +157,21 @@ def _link(bits_per_s: float | None, profiles: Sequence[Profile]) -> predict.Link
 
 def _read_profile(text: str) -> Profile:
     """The profile in `[NAME=]FILE`."""
-    name, found, path = text.rpartition("=")
+    name, _, path = text.rpartition("=")
     try:
         profile = Profile.from_json(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CommandError(
             f"there is no profile {path}: make one with `paceline plan CONFIG --out {path}`", 2
         ) from None
-    except (ValueError, TypeError, AttributeError) as error:
+    except ValueError as error:
         raise CommandError(f"{path}: {error}", 2) from error
-    return profile.renamed(name) if found else profile
+    return profile.renamed(name) if name else profile
 
 
 def _workload(own: Profile, wanted: int | None) -> predict.Workload:
     """wanted: replaces the profile's global batch. A profile of a run with a cadence has none."""
-    subject, strategy = own.subject, "gradients" if own.global_batch or wanted else Cadence()
+    subject = own.subject
     global_batch = wanted or own.global_batch or subject.micro_batch
     count = Steps(own.num_samples or global_batch, global_batch, subject.micro_batch).max_micro_batches
     is_gpu = not own.devices[0].cores
@@ -164,7 +181,7 @@ def _workload(own: Profile, wanted: int | None) -> predict.Workload:
         subject.gradient_bytes,
         own.num_samples,
         float(own.epochs or 1),
-        strategy,
+        "gradients" if own.global_batch or wanted else Cadence(),
         bucket_bytes=predict.GPU_BUCKET_BYTES if is_gpu else predict.BUCKET_BYTES,
     )
 
@@ -199,9 +216,9 @@ def _print(found: Sequence[Alternative]) -> None:
                 formats.rate(predicted.samples_per_s),
                 f"{formats.rate(predicted.low)}..{formats.rate(predicted.high)}",
                 f"{predicted.efficiency:.0%}",
-                cli.or_dash(each.epoch_s, formats.duration),
+                cli.or_dash(each.epoch_s, _duration),
                 cli.or_dash(each.cost(each.epoch_s), _money),
-                cli.or_dash(each.run_s, formats.duration),
+                cli.or_dash(each.run_s, _duration),
                 cli.or_dash(each.cost(each.run_s), _money),
                 cli.shortened(":".join(map(str, predicted.shares)), 16),
                 predicted.limit,
@@ -209,6 +226,10 @@ def _print(found: Sequence[Alternative]) -> None:
         )
     cli.print_table(rows, right=range(2, 9), optional=(9, 3, 8, 7, 6))
     print(f"\n{advice(found)}")
+
+
+def _duration(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else formats.duration(seconds)
 
 
 def _money(value: float) -> str:

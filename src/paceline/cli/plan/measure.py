@@ -16,7 +16,7 @@ from paceline.cli.train.dry_run import trainer_arguments
 from paceline.cli.train.user_errors import UserFacingError, reporting_project_errors, user_facing
 from paceline.cli.train.worker import loss_function, make_trainer, model_factory
 from paceline.core.errors import WorkerError
-from paceline.core.world import devices
+from paceline.core.world import device_count, devices
 from paceline.plan.predict import Device
 from paceline.plan.profile import Profile, StepTimes
 from paceline.run import probe
@@ -31,12 +31,13 @@ T = TypeVar("T")
 def measure(project: Project, num_steps: int) -> Profile:
     """This machine's profile."""
     kinds = _kinds()
-    profiles = [_launch(_profile, 1, project, number, num_steps)[0] for number in kinds.values()]
-    counts = _counts(kinds)
+    profiles = [_launch(_profile, 1, project, numbers[0], num_steps)[0] for numbers in kinds.values()]
+    counts = tuple(map(len, kinds.values()))
     profile = replace(
         profiles[0],
         devices=tuple(own.devices[0] for own in profiles),
         counts=counts,
+        cores=min(profiles[0].cores, probe.cpu_quota()),  # the workers share a container's quota
         epochs=project.settings.trainer.epochs,
     )
     everyone: list[Device] = [
@@ -53,7 +54,7 @@ def find(project: Project, num_workers: int) -> FoundMicroBatch:
 
 
 def num_devices() -> int:
-    return sum(_counts(_kinds()))
+    return sum(map(len, _kinds().values()))
 
 
 def _profile(project: Project, number: int | None, num_steps: int) -> tuple[Profile, StepTimes]:
@@ -67,7 +68,16 @@ def _profile(project: Project, number: int | None, num_steps: int) -> tuple[Prof
             arguments["strategy"] = "gradients"
         if number is not None and torch.cuda.is_available():
             arguments["device"] = f"cuda:{number}"
-        trainer = make_trainer(settings, project.data("train"), arguments)
+        data = project.data("train")
+        trainer = make_trainer(settings, data, arguments)
+        size, steps = trainer.world.size, trainer.run.steps
+        if trainer.run.config.max_micro_batches(size) < size:  # every worker needs one to be measured
+            trainer.close()
+            if arguments["batching"].batches_per_step is None:
+                arguments |= {"global_batch": size * steps.micro_batch, "micro_batch": steps.micro_batch}
+            else:
+                arguments["batching"] = replace(arguments["batching"], batches_per_step=size)
+            trainer = make_trainer(settings, data, arguments)
     loss_of = loss_function(settings)
     with trainer:
         step = trainer.step_with(lambda batch: loss_of(trainer.model, batch))
@@ -101,20 +111,15 @@ def _runtime(runtime: Runtime) -> Runtime:
     return replace(runtime, threads=1) if is_cpu and runtime.threads is None else runtime
 
 
-def _kinds() -> dict[str, int]:
-    """Names of this machine's kinds of devices, and the number of the first of each."""
-    found: dict[str, int] = {}
-    for number, device in enumerate(devices()):
-        found.setdefault(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu", number)
+def _kinds() -> dict[str, list[int]]:
+    """The numbers of this machine's GPUs, by name. CPU workers: two, if there are two cores, to measure contention."""
+    found: dict[str, list[int]] = {}
+    device_count()  # finds out which GPUs cannot run a kernel
+    for device in devices():
+        if device.type == "cpu":
+            return {"cpu": list(range(min(2, len(os.sched_getaffinity(0)))))}
+        found.setdefault(torch.cuda.get_device_name(device), []).append(device.index)
     return found
-
-
-def _counts(kinds: dict[str, int]) -> tuple[int, ...]:
-    """GPUs of each kind. CPU workers: two, if there are two cores, to measure their contention."""
-    if list(kinds) == ["cpu"]:
-        return (min(2, len(os.sched_getaffinity(0))),)
-    names = [torch.cuda.get_device_name(device) for device in devices()]
-    return tuple(names.count(kind) for kind in kinds)
 
 
 def _launch(work: Callable[..., T], num_workers: int, *arguments: Any) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -16,13 +17,9 @@ from paceline.run.simulation import Event, Scenario, Simulation
 if TYPE_CHECKING:
     from paceline.cli.plan.command import Situation
 
-_MAX_WORKERS = 10_000
-
 
 def simulate(options: argparse.Namespace, situation: Situation) -> int:
     devices = [device for kind in situation.kinds for device in kind.devices(kind.count)]
-    if len(devices) > _MAX_WORKERS:
-        raise ValueError(f"{len(devices)} workers are too many to simulate: choose at most {_MAX_WORKERS}")
     trace = [] if options.trace is None else _read_trace(options.trace)
     scenario = Scenario(options.simulate, options.noise, options.failures, options.replace_after, trace, options.seed)
     start = perf_counter()
@@ -39,13 +36,14 @@ def simulate(options: argparse.Namespace, situation: Situation) -> int:
     speed = (
         f"{formats.rate(outcome.samples_per_s)} samples/s, {values['of_predicted']:.1%} of what all workers would do"
     )
+    end = "" if outcome.seconds >= options.simulate else "; then no worker was left"
     recovery = "-"
     if outcome.recoveries_s:
         recovery = f"{values['recovery_s']:.1f} s after a death, at most {values['longest_recovery_s']:.1f} s"
     cli.print_fields(
         {
             "workers": f"{outcome.num_workers}, at least {values['least_workers']} at a time",
-            "simulated": f"{formats.duration(outcome.seconds)}, {cli.count(outcome.steps, 'step')}",
+            "simulated": f"{formats.duration(outcome.seconds)}, {cli.count(outcome.steps, 'step')}{end}",
             "speed": speed,
             "wasted": f"{values['wasted']:.2%} of the compute time, in steps that were repeated",
             "changes": f"{cli.count(outcome.deaths, 'death')}, {outcome.leaves} left, {outcome.joins} joined",
@@ -64,6 +62,8 @@ def _read_trace(path: Path) -> list[Event]:
         try:
             values = json.loads(line)
             at_s, worker, what = float(values["at_s"]), int(values["worker"]), values["event"]
+            if not 0 <= at_s < math.inf:
+                raise ValueError(f"at_s={at_s}")
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f'{path}, line {number}: {error!r}; an event is {{"at_s": 60, "worker": 3, "event": "leave"}}'

@@ -96,7 +96,8 @@ def _overrides(options: argparse.Namespace) -> list[str]:
     return overrides
 
 
-def _checked(project: Project) -> Project:
+def checked(project: Project) -> Project:
+    """The project, if its paths and GPUs exist. From now on only the GPUs that it chooses are visible."""
     chosen = project.settings.devices
     if chosen is not None and not is_worker():  # also for the workers; CUDA reads the variable when it is first used
         os.environ["CUDA_VISIBLE_DEVICES"] = "" if chosen == "cpu" else ",".join(map(str, chosen))
@@ -143,7 +144,7 @@ def _request(options: argparse.Namespace) -> RunRequest:
     overrides = _overrides(options)
     if options.resume is not None:
         return _resumed(options, overrides)
-    project = _checked(load_project(options.config, overrides))
+    project = checked(load_project(options.config, overrides))
     project = project.resolve(_num_workers(project))
     output = Path(project.settings.output)
     if options.dry_run:
@@ -171,10 +172,10 @@ def _resumed(options: argparse.Namespace, overrides: list[str]) -> RunRequest:
     config_name = None if options.config is None else options.config.stem
     files, checkpoint = resume.find_run(options.resume, output, config_name)
     if not files.config.is_file() and options.config is not None:  # the run could not write it
-        project = before = _checked(load_project(options.config, overrides))
+        project = before = checked(load_project(options.config, overrides))
         _note(options, f"{files.config} does not exist: the settings of {options.config} are used")
     else:
-        project = _checked(resume.own_project(files, overrides, options.config))
+        project = checked(resume.own_project(files, overrides, options.config))
         before = resume.own_project(files, (), options.config)
     num_workers = _num_workers(project)
     if given is not None:

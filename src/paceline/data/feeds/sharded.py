@@ -48,8 +48,8 @@ class Epoch:
         """Where `count` micro-batches from number `first` on start and stop in the epoch's order."""
         if self.starts is not None:
             return self.starts[first], self.starts[first + count]
-        size = self.steps.micro_batch
-        return first * size, min((first + count) * size, self.steps.num_samples)
+        positions = self.steps.sample_range(first, count)
+        return positions.start, positions.stop
 
     def request(self, first: int, count: int = 1) -> Any:
         start, stop = self.positions(first, count)

@@ -317,4 +317,10 @@ def _as_tensor(column: torch.Tensor | npt.NDArray[Any]) -> torch.Tensor:
     with warnings.catch_warnings():
         # A memory-mapped file may be read-only. Rows are only copied out of it.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-        return torch.from_numpy(column)
+        try:
+            return torch.from_numpy(column)
+        except (TypeError, ValueError) as error:  # texts, objects, foreign byte order, negative strides
+            raise type(error)(
+                f"data has an array of {column.dtype} that cannot become a tensor: convert it, or pass the samples as "
+                f"a list ({error})"
+            ) from None
