@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.observe.verdicts.diagnose import diagnose
-from paceline.observe.verdicts.evidence import Evidence, Happened, Line, Lines, WorkerFacts, WorkerPart
+from paceline.observe.verdicts.evidence import Evidence, Line, Lines, WorkerFacts, WorkerPart, WorldEvent
 from paceline.observe.verdicts.verdict import Change, Limits, Verdict
 
 NUM_LINES = 12
@@ -104,6 +104,7 @@ TABLE = {
     "loss 1.9 times its minimum": (losses(*FALLING, *5 * [1.9], first_loss=2.0), FINE),
     "loss 2.1 times its minimum": (losses(*FALLING, *5 * [2.1]), ["diverging"]),
     "loss up by little of what it fell": (losses(*FALLING, *5 * [2.1], first_loss=5.5), FINE),
+    "diverging after a first loss of inf": (losses(*FALLING, *5 * [9.0], first_loss=inf), ["diverging"]),
     "a single high loss": (losses(*FALLING, 50.0), FINE),
     "negative loss rises": (losses(*(-x for x in FALLING), *5 * [-9.0], *5 * [2.0]), ["diverging"]),
     "loss is NaN": (losses(*FALLING, nan), ["diverging"]),
@@ -265,18 +266,17 @@ def test_all_settings_to_change_exist() -> None:
 
 
 def test_workers_that_left_and_came_back() -> None:
-    gone = Happened("world", 60, {"size": 2, "left": [1], "reason": "rank 1 was killed by signal 9"})
-    joined = Happened("world", 80, {"size": 3, "left": [], "joined": [2], "reason": ""})
-    verdict = first(run(part(), part(), events=[gone]))
+    gone = WorldEvent(60, {"size": 2, "left": [1], "reason": "rank 1 was killed by signal 9"})
+    joined = WorldEvent(80, {"size": 3, "left": [], "joined": [2], "reason": ""})
+    verdict = first(run(part(), part(), world_event=gone))
     assert verdict.text == "worker 1 left after step 60 (rank 1 was killed by signal 9); the other 2 continue"
     assert (verdict.kind, verdict.rank, verdict.severity) == ("worker left", None, "error")  # 1 is another worker now
-    last = Happened("world", 60, {"size": 2, "left": [2], "reason": "rank 2 was killed by signal 9"})
-    assert first(run(part(), part(), events=[last])).rank == 2
+    last = WorldEvent(60, {"size": 2, "left": [2], "reason": "rank 2 was killed by signal 9"})
+    assert first(run(part(), part(), world_event=last)).rank == 2
     assert verdict.lost == pytest.approx(1 / 3)
-    assert kinds(run(part(), part(), events=[gone, joined])) == FINE
-    assert kinds(run(part(), part(), events=[joined, gone])) == ["worker left"]
-    replaced = Happened("world", 60, {"size": 3, "left": [1], "joined": [1], "reason": "killed"})
-    assert kinds(run(part(), part(), events=[replaced])) == FINE
+    assert kinds(run(part(), part(), world_event=joined)) == FINE
+    replaced = WorldEvent(60, {"size": 3, "left": [1], "joined": [1], "reason": "killed"})
+    assert kinds(run(part(), part(), world_event=replaced)) == FINE
 
 
 def test_the_most_severe_verdict_comes_first_then_the_most_expensive() -> None:

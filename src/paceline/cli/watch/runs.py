@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from threading import Lock
 from time import monotonic
@@ -13,7 +14,7 @@ from typing import Any
 
 from paceline.cli.watch.safe_files import document, file_stat, is_folder, read_bytes, read_in_folder, regular_stat
 from paceline.observe.json_lines import is_count, is_number, parse_lines
-from paceline.observe.metrics import RESUMED_FROM, flat_items, is_resume, is_step
+from paceline.observe.metrics import RESUMED_FROM, flat_items, is_resume, is_step, not_superseded, step_of
 from paceline.observe.run_files import RunFiles, State, Status, read_status, state_of
 
 TAIL_BYTES = 16 << 10
@@ -28,10 +29,6 @@ _SAFE_ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9_.+=-]{1,200}")
 def id_of(name: str) -> str:
     """The name, or if that cannot be part of an address, a hash of it."""
     return name if _SAFE_ID.fullmatch(name) else f"~{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"
-
-
-def step_of(record: dict[str, Any]) -> int:
-    return int(record["step"] if "step" in record else record[RESUMED_FROM])
 
 
 class RunEntry:
@@ -84,21 +81,17 @@ class RunEntry:
     def _read_tail(self, tail: bytes) -> None:
         complete = chosen_lines(tail, is_cut=len(tail) < self.metrics_bytes)
         lines = [record for record in parse_lines(complete) if is_step(record) or is_resume(record)]
-        self.last, self.pace_s, self.last_step = {}, None, step_of(lines[-1]) if lines else 0
-        counted, bound = [], self.last_step
-        for record in reversed(lines):
-            if step_of(record) > bound:
-                continue  # superseded
-            bound = step_of(record)
-            if is_step(record):
-                counted.append(record)
-                self.last = record | self.last
+        counted = not_superseded(lines)
         shares = [found for record in counted if isinstance(found := record.get("shares"), list)]
-        alike = [found for found in shares if len(found) == len(shares[0]) and all(map(is_number, found))]
-        self.work = [sum(column) for column in zip(*alike, strict=True)]
+        alike = [found for found in shares if len(found) == len(shares[-1]) and all(map(is_number, found))]
         timed = [record for record in counted if is_number(record.get("time"))]
-        if timed and timed[-1]["step"] < timed[0]["step"]:
-            newest, oldest = timed[0], timed[-1]
+        # Other threads read these at any time: they are replaced, not changed.
+        self.last_step = step_of(lines[-1]) if lines else 0
+        self.last = dict(chain.from_iterable(record.items() for record in counted))
+        self.work = [sum(column) for column in zip(*alike, strict=True)]
+        self.pace_s = None
+        if timed and timed[0]["step"] < timed[-1]["step"]:
+            oldest, newest = timed[0], timed[-1]
             self.pace_s = (newest["time"] - oldest["time"]) / (newest["step"] - oldest["step"])
 
     @property

@@ -101,10 +101,9 @@ class WorkerFacts:
 
 
 @dataclass(frozen=True)
-class Happened:
-    """A line of events.jsonl."""
+class WorldEvent:
+    """Workers left or joined after this step; `details` as in events.jsonl."""
 
-    name: str
     step: int
     details: Mapping[str, Any] = field(default_factory=dict)
 
@@ -114,9 +113,9 @@ class Evidence:
     """The known facts about a run.
 
     state, reason: as `paceline logs list` shows them. lines: the newest, in order. is_whole: whether they begin with
-    the run's first line. first_loss: of the run's first line. silent_s: since the last line was written, for a live
-    run. settings: by flat name, such as "trainer.readers". host_memory_bytes, host_memory_total_bytes, cores: of the
-    first worker's host.
+    the run's first line. first_loss: of the run's first line. world_event: the newest one. silent_s: since the last
+    line was written, for a live run. settings: by flat name, such as "trainer.readers". host_memory_bytes,
+    host_memory_total_bytes, cores: of the first worker's host.
     """
 
     state: str = "live"
@@ -124,7 +123,7 @@ class Evidence:
     lines: Sequence[Line] = ()
     is_whole: bool = True
     first_loss: float | None = None
-    events: Sequence[Happened] = ()
+    world_event: WorldEvent | None = None
     workers: Sequence[WorkerFacts] = ()
     silent_s: float | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -135,9 +134,8 @@ class Evidence:
     @property
     def num_workers(self) -> int:
         """The current number: workers may have left."""
-        for event in reversed(self.events):
-            if event.name == "world" and is_count(event.details.get("size")):
-                return int(event.details["size"])
+        if self.world_event is not None and is_count(size := self.world_event.details.get("size")):
+            return int(size)
         return next((len(line.workers) for line in reversed(self.lines) if line.workers), len(self.workers))
 
     def facts(self, rank: int) -> WorkerFacts:
