@@ -100,14 +100,13 @@ class WorldChange:
 
 def read_world_changes(files: RunFiles) -> list[WorldChange]:
     """In the order of their steps; empty if there is no readable log."""
-    if not files.events.is_file():
-        return []
-    found = []
-    # Of a long run most events are changed plans.
-    for record in chain.from_iterable(LineReader(files.events).blocks(containing=b'"world"')):
-        with suppress(KeyError, TypeError, ValueError):  # written by another version
-            if record["event"] == "world":
-                details = record["details"]
+    found: list[WorldChange] = []
+    with suppress(OSError):
+        # Of a long run most events are changed plans.
+        blocks = LineReader(files.events).blocks(containing=b'"world"') if files.events.is_file() else ()
+        for record in chain.from_iterable(blocks):
+            with suppress(KeyError, TypeError, ValueError):  # written by another version
+                details = record["details"] if record["event"] == "world" else {}
                 numbers = len(details["left"]), len(details["joined"]), int(details["size"]), float(details["seconds"])
                 found.append(WorldChange(int(record["step"]), *numbers))
     return found

@@ -24,9 +24,9 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
+from datetime import date, datetime
 from functools import cached_property
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from time import time
 from typing import Any, Literal, get_type_hints
@@ -35,7 +35,10 @@ from paceline.observe.best_effort import attempt, describe
 from paceline.observe.json_lines import replace_file, to_json
 
 RUNS_FOLDER = "runs"
-MAX_CONFIG_BYTES = 1 << 20
+MAX_CONFIG_BYTES = 256 << 10
+# YAML's aliases can make a few bytes as large as memory: further settings are left out.
+MAX_SETTINGS = 5000
+MAX_DEPTH = 64
 # A run on another host counts as live while its files are younger than this.
 SILENT_S = 600.0
 
@@ -73,8 +76,8 @@ class RunFiles:
 
     @property
     def is_run(self) -> bool:
-        """Whether a run wrote its status or metrics here."""
-        return self.status.is_file() or self.metrics.is_file()
+        """Whether a run wrote its status or metrics here. False for a folder that may not be read."""
+        return _is_file(self.status) or _is_file(self.metrics)
 
     @property
     def config_name(self) -> str:
@@ -193,7 +196,15 @@ def state_of(files: RunFiles, status: Status | None) -> State:
 
 def last_sign(files: RunFiles) -> float:
     """When the run last wrote its metrics or status, as Unix time; 0 if never."""
-    return max((path.stat().st_mtime for path in (files.metrics, files.status) if path.is_file()), default=0.0)
+    return max((path.stat().st_mtime for path in (files.metrics, files.status) if _is_file(path)), default=0.0)
+
+
+def _is_file(path: Path) -> bool:
+    """False, not an error, in a folder that may not be read."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def read_json(path: Path) -> Any:
@@ -210,24 +221,53 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 def read_settings(path: Path) -> dict[str, Any]:
     """The settings of a config.yaml by flat name, such as "trainer.readers"; empty if it cannot be read."""
+    try:
+        return parse_settings(path.read_bytes() if path.is_file() else b"")
+    except OSError:
+        return {}
+
+
+def parse_settings(content: bytes) -> dict[str, Any]:
+    """The settings in the text of a config.yaml, as scalars and lists of scalars; empty if it is not one."""
     import yaml  # type: ignore[import-untyped]
 
-    try:
-        content = path.read_bytes()
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        tree = yaml.load(content, loader) if len(content) <= MAX_CONFIG_BYTES else {}
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+    loader, depth = getattr(yaml, "CSafeLoader", yaml.SafeLoader), 0
+    if len(content) > MAX_CONFIG_BYTES:
         return {}
-    return flat_settings(tree) if isinstance(tree, dict) else {}
+    try:
+        for event in yaml.parse(content, loader):  # loading recurses: many brackets would exhaust the stack
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                return {}
+        tree = yaml.load(content, loader)
+    except (ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return {key: _plain(value) for key, value in flat_settings(tree).items()} if isinstance(tree, dict) else {}
 
 
-def flat_settings(settings: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+def flat_settings(settings: Mapping[Any, Any]) -> dict[str, Any]:
     """Nested settings by dotted key."""
-    flat: dict[str, Any] = {}
+    return dict(islice(_flat(settings, "", 0), MAX_SETTINGS))
+
+
+def _flat(settings: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
     for key, value in settings.items():
-        is_nested = isinstance(value, Mapping) and value
-        flat |= flat_settings(value, f"{prefix}{key}.") if is_nested else {f"{prefix}{key}": value}
-    return flat
+        if isinstance(value, Mapping) and value and depth < MAX_DEPTH:  # an alias may refer to what contains it
+            yield from _flat(value, f"{prefix}{key}.", depth + 1)
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _plain(value: Any) -> Any:
+    """A value of YAML as JSON has it; nested lists as text, if they are short."""
+    if isinstance(value, date):
+        return value.isoformat()
+    if isinstance(value, list) and all(each is None or isinstance(each, str | int | float) for each in value):
+        return value[:MAX_SETTINGS]
+    if not isinstance(value, list | dict | set | tuple | bytes):
+        return value
+    is_short = len(value) < 100 and not any(isinstance(each, list | dict | set | tuple) for each in value)
+    return repr(value) if is_short else "..."
 
 
 def _write_status(files: RunFiles, status: Status) -> None:

@@ -101,6 +101,12 @@ def test_a_worker_that_left_is_not_forgotten_among_other_events(files: RunFiles)
     assert reader.read().world_event == WorldEvent(5, {"size": 1, "left": [1], "joined": []})
 
 
+def test_a_pipe_is_not_read(files: RunFiles) -> None:
+    for path in (files.metrics, files.events, files.config):
+        os.mkfifo(path)
+    assert (read_evidence(files).lines, read_evidence(files).settings) == ([], {})
+
+
 def test_settings_are_read_by_flat_name(files: RunFiles) -> None:
     files.config.write_text("trainer: {readers: 2, strategy: {kind: cadence}}\nworkers: 3\n")
     settings = read_evidence(files).settings

@@ -101,6 +101,7 @@ def _export(options: argparse.Namespace) -> None:
     if not options.named:
         options.named = [str(cli.choose_run(None, options.runs).root)]
     folder, chosen = _selection(options)
-    text = export_html(Runs(folder, chosen).all(), Runs(folder))
-    options.export.write_text(text, encoding="utf-8")
+    if not (runs := Runs(folder, chosen).all()):
+        raise CommandError(f"there is no run in {folder}: choose a run, or the folder that holds your runs")
+    options.export.write_text(export_html(runs, Runs(folder)), encoding="utf-8")
     print(options.export)

@@ -15,11 +15,10 @@ from typing import Any
 from paceline.cli.watch.safe_files import document, file_stat, is_folder, read_bytes, read_in_folder, regular_stat
 from paceline.observe.json_lines import is_count, is_number, parse_lines
 from paceline.observe.metrics import RESUMED_FROM, flat_items, is_resume, is_step, not_superseded, step_of
-from paceline.observe.run_files import RunFiles, State, Status, read_status, state_of
+from paceline.observe.run_files import MAX_CONFIG_BYTES, RunFiles, State, Status, read_status, state_of
 
 TAIL_BYTES = 16 << 10
 NEWEST_LINES = 6
-MAX_CONFIG_BYTES = 256 << 10
 # The folder is read again after this time, or this many times the time that it took.
 SCAN_INTERVAL_S, SCAN_INTERVAL_RATIO = 1.0, 50.0
 

@@ -69,8 +69,8 @@ class Streams:
         gone = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait((sender, gone), return_when=asyncio.FIRST_COMPLETED)
-            if sender.done() and not isinstance(sender.exception(), TimeoutError | OSError | None):
-                raise sender.exception()  # type: ignore[misc]
+            if sender.done():
+                sender.result()
         finally:
             self._num_open -= 1
             sender.cancel()
@@ -90,7 +90,10 @@ class Streams:
             return list(source.new())
 
         while True:
-            events = await asyncio.get_running_loop().run_in_executor(self._reader, found)
+            try:
+                events = await asyncio.get_running_loop().run_in_executor(self._reader, found)
+            except OSError:  # a file was deleted meanwhile: the client comes back and continues at its offsets
+                break
             if events:
                 texts = [f"event: {name}\ndata: {to_json(data)}\n\n" for name, data in events]
                 if source.id:  # with the last one: those before it are delivered by then

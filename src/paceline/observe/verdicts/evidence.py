@@ -134,7 +134,8 @@ class Evidence:
     @property
     def num_workers(self) -> int:
         """The current number: workers may have left."""
-        if self.world_event is not None and is_count(size := self.world_event.details.get("size")):
+        size: Any = None if self.world_event is None else self.world_event.details.get("size")
+        if is_count(size):
             return int(size)
         return next((len(line.workers) for line in reversed(self.lines) if line.workers), len(self.workers))
 

@@ -119,7 +119,7 @@ def _read_once(path: Path, read: Callable[[Path], dict[str, Any]], stamp: object
 def _head(path: Path) -> list[dict[str, Any]]:
     """The first line."""
     try:
-        value = first_line(path)
+        value = first_line(path) if path.is_file() else None  # opening a pipe would block
     except OSError:
         return []
     return [value] if isinstance(value, dict) else []
