@@ -21,11 +21,11 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import date, datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import count, islice
 from pathlib import Path
 from time import time
@@ -175,9 +175,7 @@ def note_total_steps(files: RunFiles, total_steps: int | None) -> None:
 
 def read_status(files: RunFiles) -> Status | None:
     """The status that the run recorded; None if it is missing or malformed."""
-    found = read_json(files.status)
-    if not isinstance(found, dict):
-        return None
+    found = read_mapping(files.status)
     known: dict[str, Any] = {name: found.get(name) for name in _STATUS_TYPES}
     is_well_formed = all(isinstance(value, _STATUS_TYPES[name]) for name, value in known.items())
     return Status(**known) if is_well_formed else None
@@ -213,6 +211,27 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes()) if path.is_file() else None  # reading a pipe would block
     except (OSError, ValueError, RecursionError):
         return None
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is none."""
+    value = read_json(path)
+    return value if isinstance(value, dict) else {}
+
+
+def unchanged(read: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any]:
+    """What `read` found in this file, read again only if it has changed. Must not be changed."""
+    try:
+        found = path.stat()
+    except OSError:
+        return {}
+    return _read_once(read, path, (found.st_ino, found.st_size, found.st_mtime_ns))
+
+
+@lru_cache(maxsize=512)
+def _read_once(read: Callable[[Path], dict[str, Any]], path: Path, stamp: object) -> dict[str, Any]:  # noqa: ARG001
+    """stamp: another one means another content."""
+    return read(path)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -96,12 +96,8 @@ def _selection(options: argparse.Namespace) -> tuple[Path, list[Path] | None]:
 
 def _export(options: argparse.Namespace) -> None:
     from paceline.cli.watch.export import export_html
-    from paceline.cli.watch.runs import Runs
 
     if not options.named:
         options.named = [str(cli.choose_run(None, options.runs).root)]
-    folder, chosen = _selection(options)
-    if not (runs := Runs(folder, chosen).all()):
-        raise CommandError(f"there is no run in {folder}: choose a run, or the folder that holds your runs")
-    options.export.write_text(export_html(runs, Runs(folder)), encoding="utf-8")
+    options.export.write_text(export_html(*_selection(options)), encoding="utf-8")
     print(options.export)

@@ -12,7 +12,7 @@ from threading import Lock
 from time import monotonic
 from typing import Any
 
-from paceline.cli.watch.safe_files import document, file_stat, is_folder, read_bytes, read_in_folder, regular_stat
+from paceline.cli.watch.safe_files import document, file_stat, read_bytes
 from paceline.observe.json_lines import is_count, is_number, parse_lines
 from paceline.observe.metrics import RESUMED_FROM, flat_items, is_resume, is_step, not_superseded, step_of
 from paceline.observe.run_files import MAX_CONFIG_BYTES, RunFiles, State, Status, read_status, state_of
@@ -53,9 +53,7 @@ class RunEntry:
     def refresh(self) -> bool:
         """Whether this is a run."""
         files = self.files
-        if not is_folder(files.root):
-            return False
-        status, metrics = regular_stat(files.status), regular_stat(files.metrics)
+        status, metrics = file_stat(files.status), file_stat(files.metrics)
         if status is None and metrics is None:
             return False
         self.changed = max(each.st_mtime for each in (status, metrics) if each is not None)
@@ -73,7 +71,7 @@ class RunEntry:
             self.status = read_status(self.files) if exists else None
         elif name == "metrics":
             self.metrics_bytes = self._stats[name][1]
-            self._read_tail(read_in_folder(self.files.metrics, TAIL_BYTES, from_end=True) or b"")
+            self._read_tail(read_bytes(self.files.metrics, TAIL_BYTES, from_end=True) or b"")
         else:
             self.lead = document(self._lead) if exists else {}
 

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import lru_cache
+from collections.abc import Mapping
 from pathlib import Path
 from stat import S_ISREG
 from time import time
 from typing import Any
 
 from paceline.observe.json_lines import LineReader, first_line, is_count, is_number
-from paceline.observe.run_files import RunFiles, State, Status, read_json, read_settings, read_status, state_of
+from paceline.observe.run_files import (
+    RunFiles,
+    State,
+    Status,
+    read_mapping,
+    read_settings,
+    read_status,
+    state_of,
+    unchanged,
+)
 from paceline.observe.verdicts.evidence import Evidence, Lines, WorkerFacts, WorldEvent
 
 # The content of a worker's status file, and when it was written, as Unix time.
@@ -43,7 +51,7 @@ class EvidenceReader:
         files, now = self._files, time() if now is None else now
         status = status or read_status(files)
         self._read_lines()
-        host = _mapping(_unchanging(files.environment, _read_mapping).get("host"))
+        host = _mapping(unchanged(read_mapping, files.environment).get("host"))
         found = worker_files(files) if workers is None else workers
         leader = found[0][0] if 0 in found else {}
         lines, head = self._lines.newest(), self._head.newest()
@@ -59,7 +67,7 @@ class EvidenceReader:
                 for rank in range(max(found, default=-1) + 1)
             ],
             silent_s=max(now - files.metrics.stat().st_mtime, 0.0) if files.metrics.is_file() else None,
-            settings=_unchanging(files.config, read_settings),
+            settings=unchanged(read_settings, files.config),
             host_memory_bytes=_number(leader.get("host_memory")),
             host_memory_total_bytes=_number(leader.get("memory_limit")),
             cores=cores if is_count(cores := host.get("cores")) else None,
@@ -102,20 +110,6 @@ class _Growing:
             return [], False
 
 
-def _unchanging(path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """The cached result of `read` for a file that a run writes once, read again if it is another file."""
-    try:
-        found = path.stat()
-    except OSError:
-        return {}
-    return _read_once(path, read, (found.st_ino, found.st_size, found.st_mtime_ns))
-
-
-@lru_cache(maxsize=128)
-def _read_once(path: Path, read: Callable[[Path], dict[str, Any]], stamp: object) -> dict[str, Any]:  # noqa: ARG001
-    return read(path)
-
-
 def _head(path: Path) -> list[dict[str, Any]]:
     """The first line."""
     try:
@@ -127,7 +121,7 @@ def _head(path: Path) -> list[dict[str, Any]]:
 
 def worker_files(files: RunFiles) -> dict[int, WorkerFile]:
     """The workers' status files by rank."""
-    found = ((_read_mapping(path), path.stat().st_mtime) for path in files.ranks.glob("rank-*.json"))
+    found = ((read_mapping(path), path.stat().st_mtime) for path in files.ranks.glob("rank-*.json"))
     return {each[0]["rank"]: each for each in found if is_count(each[0].get("rank"))}
 
 
@@ -141,10 +135,6 @@ def _facts(values: Mapping[str, Any], changed: float, now: float) -> WorkerFacts
         gpu_memory_bytes=_number(values.get("gpu_memory")),
         gpu_memory_total_bytes=_number(values.get("gpu_memory_limit")),
     )
-
-
-def _read_mapping(path: Path) -> dict[str, Any]:
-    return _mapping(read_json(path))
 
 
 def _mapping(value: Any) -> dict[str, Any]:
