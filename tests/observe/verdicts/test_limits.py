@@ -265,6 +265,16 @@ def test_all_settings_to_change_exist() -> None:
     assert {name for name in named if name.partition(".")[2] not in trainer} == set()
 
 
+@pytest.mark.parametrize("odd", [1.5, 1e308, inf, nan, -1, 2**62 - 1, "x", True, None, [8]])
+def test_damaged_settings_have_no_remedy(odd: Any) -> None:
+    """All verdicts together, with settings that no run accepts."""
+    full = on(gpu=10.0, gpu_memory_bytes=9.9e9, gpu_memory_total_bytes=1e10)
+    waiting = part(waiting=0.5, exchange=0.3, data=0.2, computing=0.1)
+    for lines in (run(waiting, waiting).lines, run(part(), part(speed=1, waiting=0.0)).lines, losses(1.0, nan).lines):
+        found = diagnose(Evidence(lines=lines, workers=[full, full], settings=dict.fromkeys(CONFIG, odd)))
+        assert not any(change.value in (0, 1e308) for verdict in found for change in verdict.changes)
+
+
 def test_workers_that_left_and_came_back() -> None:
     gone = WorldEvent(60, {"size": 2, "left": [1], "reason": "rank 1 was killed by signal 9"})
     joined = WorldEvent(80, {"size": 3, "left": [], "joined": [2], "reason": ""})
