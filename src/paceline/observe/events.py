@@ -105,7 +105,7 @@ def read_world_changes(files: RunFiles) -> list[WorldChange]:
         # Of a long run most events are changed plans.
         blocks = LineReader(files.events).blocks(containing=b'"world"') if files.events.is_file() else ()
         for record in chain.from_iterable(blocks):
-            with suppress(KeyError, TypeError, ValueError):  # written by another version
+            with suppress(KeyError, TypeError, ValueError, OverflowError):  # written by another version
                 details = record["details"] if record["event"] == "world" else {}
                 numbers = len(details["left"]), len(details["joined"]), int(details["size"]), float(details["seconds"])
                 found.append(WorldChange(int(record["step"]), *numbers))

@@ -275,6 +275,14 @@ def test_damaged_settings_have_no_remedy(odd: Any) -> None:
         assert not any(change.value in (0, 1e308) for verdict in found for change in verdict.changes)
 
 
+@pytest.mark.parametrize("time", [inf, nan, 1e308])
+def test_lines_with_damaged_times_are_not_judged(time: float) -> None:
+    values = {"loss": 1.0, "lanes": {"computing": [0.5], "data": [0.5], "exchange": [0.0]}, "shares": [1]}
+    lines = [{"step": step, "time": step if step < 10 else step * (time / 100), **values} for step in range(1, 14)]
+    verdict = first(Evidence(lines=Lines(lines).newest()))
+    assert verdict.text == "the run waits for data 50% of the time"
+
+
 def test_workers_that_left_and_came_back() -> None:
     gone = WorldEvent(60, {"size": 2, "left": [1], "reason": "rank 1 was killed by signal 9"})
     joined = WorldEvent(80, {"size": 3, "left": [], "joined": [2], "reason": ""})

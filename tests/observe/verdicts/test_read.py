@@ -93,6 +93,13 @@ def test_facts_come_from_the_status_files_of_the_workers(files: RunFiles) -> Non
     assert (evidence.cores, evidence.host_memory_bytes, evidence.host_memory_total_bytes) == (8, 4e9, 8e9)
 
 
+def test_only_the_name_of_a_status_file_says_whose_it_is(files: RunFiles) -> None:
+    write_json(files.worker(0), {"rank": 1 << 62, "host": "a"})
+    for name in ("rank-9999999.json", "rank-x.json"):
+        write_json(files.ranks / name, {"rank": 1})
+    assert [worker.host for worker in read_evidence(files).workers] == ["a"]
+
+
 def test_a_worker_that_left_is_not_forgotten_among_other_events(files: RunFiles) -> None:
     reader = EvidenceReader(files)
     append_lines(files.events, {"step": 5, "event": "world", "details": {"size": 1, "left": [1], "joined": []}})

@@ -17,6 +17,8 @@ from paceline.observe.metrics import RESUMED_FROM
 
 # Recent lines: at least MIN_LINES, and enough to cover RECENT_S, at most MAX_LINES.
 MIN_LINES, RECENT_S, MAX_LINES = 3, 2.0, 50
+# A line about a longer time is damaged.
+MAX_SECONDS = 1e9
 # The number of newest lines that are kept.
 MAX_KEPT_LINES = 256
 
@@ -152,7 +154,7 @@ class Evidence:
         """The newest lines with a known time, from the last one back to the last change of the number of workers."""
         count = None
         for line in reversed(self.lines):
-            if line.workers and line.seconds > 0:
+            if line.workers and 0 < line.seconds < MAX_SECONDS:
                 if count not in (None, len(line.workers)):
                     return
                 count = len(line.workers)
@@ -193,7 +195,7 @@ class Lines:
             if is_count(record.get(RESUMED_FROM)) and "step" not in record:
                 while self._lines and self._lines[-1][0].step > record[RESUMED_FROM]:
                     self._lines.pop()  # superseded
-            if not is_count(record.get("step")) or not is_number(record.get("time")):
+            if not is_count(record.get("step")) or _finite(record.get("time")) is None:
                 continue
             if "loss" not in record and "samples_per_s" not in record:
                 continue  # an evaluation: its time counts for the next line

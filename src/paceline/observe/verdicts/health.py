@@ -109,7 +109,9 @@ def diverging(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
     if lowest is None:
         return
     recent = medians[-1][0]
-    first = max(loss for loss in (medians[0][0], evidence.first_loss) if loss is not None and isfinite(loss))
+    first = medians[0][0]
+    if evidence.first_loss is not None and isfinite(evidence.first_loss):
+        first = max(first, evidence.first_loss)
     is_higher = recent > limits.loss_ratio * lowest if lowest > 0 else recent > first
     if is_higher and recent - lowest >= limits.loss_regained * (first - lowest):
         ratio = f", {recent / lowest:.1f} times its minimum" if lowest > 0 else ""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from stat import S_ISREG
 from time import time
@@ -21,6 +23,7 @@ from paceline.observe.run_files import (
 )
 from paceline.observe.verdicts.evidence import Evidence, Lines, WorkerFacts, WorldEvent
 
+_STATUS_FILE = re.compile(r"rank-(\d{1,6})\.json")
 # The content of a worker's status file, and when it was written, as Unix time.
 WorkerFile = tuple[dict[str, Any], float]
 
@@ -121,8 +124,12 @@ def _head(path: Path) -> list[dict[str, Any]]:
 
 def worker_files(files: RunFiles) -> dict[int, WorkerFile]:
     """The workers' status files by rank."""
-    found = ((read_mapping(path), path.stat().st_mtime) for path in files.ranks.glob("rank-*.json"))
-    return {each[0]["rank"]: each for each in found if is_count(each[0].get("rank"))}
+    found = {}
+    for path in files.ranks.glob("rank-*.json"):
+        if match := _STATUS_FILE.fullmatch(path.name):
+            with suppress(OSError):  # its worker has another rank now
+                found[int(match[1])] = read_mapping(path), path.stat().st_mtime
+    return found
 
 
 def _facts(values: Mapping[str, Any], changed: float, now: float) -> WorkerFacts:

@@ -54,7 +54,8 @@ def slow_reader(evidence: Evidence, part: float) -> tuple[Change, ...]:
     """part: the fraction of the time spent waiting for data."""
     readers = _count(evidence, "trainer.readers")
     # Each process reads while the worker computes, so the number needed is reading time over computing time.
-    needed = max(ceil(max(readers, 1) * part / max(1 - part, 0.05)), 1) + readers
+    part = min(part, 0.95)
+    needed = max(ceil(max(readers, 1) * part / (1 - part)), 1) + readers
     limit = evidence.cores and max(evidence.cores // max(evidence.num_workers, 1), 1)
     changes = []
     if limit is None or readers < limit:
@@ -73,7 +74,8 @@ def expensive_exchange(evidence: Evidence, part: float) -> tuple[Change, ...]:
         changes.append(Change("trainer.overlap", True, "exchange gradients during the backward pass"))
     if global_batch := _count(evidence, "trainer.global_batch"):
         # One exchange per step: with `factor` times the work per step it is `factor` times less frequent.
-        factor = part / (1 - min(part, 0.95)) * (1 - EXCHANGE_TARGET) / EXCHANGE_TARGET
+        part = min(part, 0.95)
+        factor = part / (1 - part) * (1 - EXCHANGE_TARGET) / EXCHANGE_TARGET
         larger = global_batch * (1 << max(ceil(factor) - 1, 1).bit_length())
         why = f"one exchange for more samples, about {EXCHANGE_TARGET:.0%} of the time; changes the result"
         changes.append(Change("trainer.global_batch", larger, why))
