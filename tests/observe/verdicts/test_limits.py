@@ -293,6 +293,7 @@ def test_workers_that_left_and_came_back() -> None:
     assert first(run(part(), part(), world_event=last)).rank == 2
     assert verdict.lost == pytest.approx(1 / 3)
     assert kinds(run(part(), part(), world_event=joined)) == FINE
+    assert kinds(run(part(), part(), world_event=WorldEvent(60, {"size": -1, "left": [1]}))) == ["worker left"]
     replaced = WorldEvent(60, {"size": 3, "left": [1], "joined": [1], "reason": "killed"})
     assert kinds(run(part(), part(), world_event=replaced)) == FINE
 

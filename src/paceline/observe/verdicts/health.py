@@ -68,7 +68,7 @@ def left(evidence: Evidence, _: Limits) -> Iterator[Verdict]:
     if (event := evidence.world_event) is None:
         return
     gone, size = event.details.get("left"), event.details.get("size")
-    if not isinstance(gone, list) or not isinstance(size, int) or not gone or event.details.get("joined"):
+    if not isinstance(gone, list) or not gone or not isinstance(size, int) or event.details.get("joined"):
         return
     who = f"worker{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}"
     reason = str(event.details.get("reason") or "no reason is known")
@@ -80,7 +80,7 @@ def left(evidence: Evidence, _: Limits) -> Iterator[Verdict]:
         # The others have moved up: a rank that exists is another worker's now.
         rank=gone[0] if isinstance(gone[0], int) and gone[0] >= size else None,
         since_step=event.step,
-        lost=len(gone) / (size + len(gone)),
+        lost=len(gone) / max(size + len(gone), 1),
         figures={"left": len(gone), "workers": size},
         changes=(Change("", None, "no step and no sample is lost; the run is slower by this worker's share"),),
     )
