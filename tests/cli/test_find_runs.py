@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -80,3 +83,35 @@ def test_many_runs_in_one_command(runs: Path) -> None:
     others = [f"run{number:03}" for number in range(24)]
     assert logs_command("plot", "run024", "--compare", *others).code == 0
     assert logs_command("summary", "run").err.count("\n  run0") == 25
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """Root may read everything."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def test_a_run_of_another_user_does_not_hide_the_others(runs: Path) -> None:
+    make_run(runs, "one")
+    private, partly = make_run(runs, "private", minutes=1), make_run(runs, "partly", minutes=2)
+    partly.events.touch()
+    runs.resolve().parent.chmod(0o755)
+    for command in ("list", "summary"):
+        assert logs_command(command).code == 0  # imports what the user may not
+    closed = (private.root, partly.metrics, partly.events)
+    for path in closed:
+        path.chmod(0)
+    try:
+        with as_nobody():
+            listed, summary = logs_command("list"), logs_command("summary")
+    finally:
+        for path in closed:
+            path.chmod(0o755)
+    assert [line.partition("_")[0] for line in listed.out.splitlines()[1:]] == ["one", "partly"]
+    assert "metrics.jsonl cannot be read: Permission denied" in summary.out

@@ -19,11 +19,11 @@ from paceline.observe.run_files import RunFiles
 @pytest.mark.timeout(200)
 def test_new_project_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["init", "first/spirals"]) == 0
+    assert main(["init", "first/two spirals"]) == 0
     steps = capfd.readouterr().out
-    assert "  cd first/spirals\n" in steps
+    assert "  cd 'first/two spirals'\n" in steps
     assert "  paceline train config.yaml " in steps
-    monkeypatch.chdir("first/spirals")
+    monkeypatch.chdir("first/two spirals")
     assert main(["train", "config.yaml", "--workers", "1", "trainer.epochs=3"]) == 0
     (root,) = Path("runs").iterdir()
     run = RunFiles(root)

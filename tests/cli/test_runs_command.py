@@ -281,9 +281,17 @@ def test_watch_ends_with_the_run(folder: Path) -> None:
     assert json.loads(line)[0]["reason"] == "out of memory"
 
 
-def test_abort_asks_for_confirmation(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_answer", [True, False])
+def test_abort_asks_for_confirmation(folder: Path, monkeypatch: pytest.MonkeyPatch, has_answer: bool) -> None:
     questions: list[str] = []
-    monkeypatch.setattr("builtins.input", lambda question: questions.append(question) or "")
+
+    def answer(question: str) -> str:
+        questions.append(question)
+        if not has_answer:
+            raise EOFError  # Ctrl-D
+        return ""
+
+    monkeypatch.setattr("builtins.input", answer)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     abort = SimpleNamespace(is_called=False)
     with (

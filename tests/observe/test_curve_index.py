@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from paceline.observe import curve_index
-from paceline.observe.curve_index import CurveIndex, columns_of
-from paceline.observe.metrics import flat_items
+from paceline.observe.curve_index import CurveIndex
 
 
 def write(path: Path, *records: Any) -> Path:
@@ -50,22 +49,3 @@ def test_only_new_lines_are_read_and_a_resume_supersedes_old_ones(tmp_path: Path
 def test_names_are_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(curve_index, "MAX_NAMES", 2)
     assert list(read(CurveIndex(write(tmp_path / "m", {"step": 1, "a": 1.0, "b": 2.0, "c": 3.0})))) == ["a", "b"]
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"loss": 1.5, "epoch": 3, "lr": 1e-3},
-        {"shares": [6, 2], "waiting": [0.5, 0.25], "empty": [], "nothing": None, "text": "a"},
-        {"eval": {"loss": 2.0, "deep": {"er": [1.0, {"x": 2}]}}, "flag": True},
-        {"huge": 1 << 70, "mixed": [1.0, "a"]},
-    ],
-)
-def test_columns_are_what_flat_items_has(record: dict[str, Any]) -> None:
-    odd = {"loss": None, "shares": [1], "eval": {"other": 1}}
-    lines = [{"step": step, **(odd if step == 4 else record)} for step in range(1, 8)]
-    expected: dict[str, list[tuple[int, float]]] = {}
-    for line in lines:
-        for name, number in flat_items({key: value for key, value in line.items() if key != "step"}):
-            expected.setdefault(name, []).append((line["step"], number))
-    assert {name: list(zip(*found, strict=True)) for name, found in columns_of(lines).items()} == expected

@@ -18,6 +18,7 @@ def test_changes_are_read_from_the_events_and_described(tmp_path: Path) -> None:
         {"step": 10, "event": "world", "details": details},
         {"step": 12, "event": "world", "details": {**details, "size": 4, "left": [1], "joined": [2, 3]}},
         {"step": 13, "event": "world", "details": {"size": "of another version"}},
+        {"step": 14, "event": "world", "details": {**details, "size": "Infinity"}},
     ]
     files.events.write_text("".join(f"{json.dumps({'time': 1.0, **event})}\n" for event in events))
     changes = read_world_changes(files)

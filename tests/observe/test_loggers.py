@@ -135,6 +135,15 @@ def test_a_csv_column_may_appear_later(tmp_path: Path) -> None:
     assert [path.name] == [entry.name for entry in tmp_path.iterdir()]
 
 
+def test_a_csv_column_may_have_any_name(tmp_path: Path) -> None:
+    path, name = tmp_path / "m.csv", "a\x0bb\u2028c\nd"
+    logger = CsvLogger(path)
+    for step in (1, 2):
+        logger.log(step, {name: 1.0, f"new in {step}": 2.0})
+    logger.close()
+    assert [row[name] for row in table(path)] == ["1.0", "1.0"]
+
+
 def test_a_csv_goes_on_behind_the_step_it_resumes_from(tmp_path: Path) -> None:
     path = tmp_path / "m.csv"
     first = CsvLogger(path)

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from paceline.observe import json_lines
 from paceline.observe import metrics as metrics_module
 from paceline.observe.json_lines import to_json
-from paceline.observe.metrics import MetricsWriter, flat_items, read_curves
+from paceline.observe.metrics import MetricsWriter, columns_of, flat_items, read_curves
 from paceline.observe.run_files import RunFiles
 from paceline.observe.summary import summarize
 
@@ -311,3 +311,22 @@ def test_the_clock_goes_on_without_reading_all_rows(tmp_path: Path) -> None:
     writer.log(5, {})
     writer.close()
     assert 7 <= read_curves(path).series("time")[1][-1] < 50
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"loss": 1.5, "epoch": 3, "lr": 1e-3},
+        {"shares": [6, 2], "waiting": [0.5, 0.25], "empty": [], "nothing": None, "text": "a"},
+        {"eval": {"loss": 2.0, "deep": {"er": [1.0, {"x": 2}]}}, "flag": True},
+        {"huge": 1 << 70, "mixed": [1.0, "a"]},
+    ],
+)
+def test_columns_are_what_flat_items_has(record: dict[str, Any]) -> None:
+    odd = {"loss": None, "shares": [1], "eval": {"other": 1}}
+    lines = [{"step": step, **(odd if step == 4 else record)} for step in range(1, 8)]
+    expected: dict[str, list[tuple[int, float]]] = {}
+    for line in lines:
+        for name, number in flat_items({key: value for key, value in line.items() if key != "step"}):
+            expected.setdefault(name, []).append((line["step"], number))
+    assert {name: list(zip(*found, strict=True)) for name, found in columns_of(lines).items()} == expected

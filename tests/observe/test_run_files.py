@@ -24,6 +24,7 @@ from paceline.observe.run_files import (
     State,
     create_run_folder,
     prepare_run_folder,
+    read_settings,
     read_status,
     running,
     state_of,
@@ -199,3 +200,13 @@ def test_the_environment_tells_versions_host_devices_and_commit(tmp_path: Path) 
 def test_without_git_the_environment_is_still_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert describe_environment(tmp_path)["git"] is None
+
+
+@pytest.mark.parametrize("kind", ["[{0}, {0}]", "{{p: {0}, q: {0}}}"])
+def test_settings_that_refer_to_one_another_do_not_fill_the_memory(files: RunFiles, kind: str) -> None:
+    lines = [f"a{i}: &a{i} {kind.format(f'*a{i - 1}')}" for i in range(1, 60)]
+    files.config.write_text("\n".join(["first: 1", "a0: &a0 {x: 1}", *lines]))
+    settings = read_settings(files.config)
+    assert settings["first"] == 1
+    assert len(settings) <= 5000
+    assert max(len(str(value)) for value in settings.values()) < 1000

@@ -51,7 +51,16 @@ def test_a_worker_with_another_rank_removes_its_old_file(files: RunFiles) -> Non
     assert [path.name for path in files.ranks.iterdir()] == ["rank-1.json"]
 
 
-def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="cannot be written, training continues"):  # noqa: SIM117
-        with WorkerStatus(RunFiles(tmp_path / "missing"), World, lambda: 0) as status:
-            status._thread.join()
+def test_a_folder_that_cannot_be_written_is_one_warning_and_tried_again(tmp_path: Path) -> None:
+    files, num_written = RunFiles(tmp_path / "later"), [0]
+
+    def step() -> int:
+        num_written[0] += 1
+        return 0
+
+    with pytest.warns(UserWarning, match="cannot be written, training continues") as warned:  # noqa: PT031, SIM117
+        with WorkerStatus(files, World, step):
+            wait_until(lambda: num_written[0] > 3)
+            files.ranks.mkdir(parents=True)
+            wait_until(files.worker(0).is_file)
+    assert len(warned) == 1

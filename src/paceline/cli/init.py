@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def _init(options: argparse.Namespace) -> None:
         text = files("paceline.cli.templates").joinpath(file).read_text(encoding="utf-8")
         with (folder / file).open("x", encoding="utf-8") as target:
             target.write(text.replace(_NAME, name))
-    change_folder = "" if folder.resolve() == Path.cwd() else f"  cd {folder}\n"
+    change_folder = "" if folder.resolve() == Path.cwd() else f"  cd {shlex.quote(str(folder))}\n"
     print(f"""\
 {folder} has {", ".join(FILES)}
 

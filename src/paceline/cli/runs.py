@@ -151,7 +151,10 @@ def _abort(options: argparse.Namespace) -> None:
             raise CommandError("no terminal to ask for confirmation on: give -y", 2)
         newest = latest(files.checkpoints)
         kept = "it has no checkpoint yet" if newest is None else f"its newest checkpoint is {newest.name}"
-        if input(f"abort {files.root.name}? {kept} [y/N] ").strip().lower() not in ("y", "yes"):
+        answer = ""
+        with suppress(EOFError):  # Ctrl-D
+            answer = input(f"abort {files.root.name}? {kept} [y/N] ")
+        if answer.strip().lower() not in ("y", "yes"):
             raise CommandError(f"{files.root.name} was not aborted")
     with suppress(NotListening):  # it may end before it answers
         _request(files, "abort")
@@ -242,7 +245,7 @@ def describe(files: RunFiles) -> dict[str, Any]:
 def _state_text(report: Mapping[str, Any]) -> str:
     """ "live for 3:05, process 7 on host-1", "finished, at 2026-11-15 12:00:00"."""
     if report["state"] == "live":
-        since = f" for {formats.duration(time() - report['started'])}" if report.get("started") else ""
+        since = f" for {formats.duration(max(time() - report['started'], 0.0))}" if report.get("started") else ""
         return f"live{since}" + (f", process {report['pid']} on {report['host']}" if "pid" in report else "")
     reason = f" ({report['reason']})" if report.get("reason") else ""
     when = "at" if report["state"] in ("finished", "stopped", "failed") else "last write at"

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.observe.json_lines import LineReader
-from paceline.observe.metrics import RESUMED_FROM, Curve, Steps, Values, flat_items, is_resume, is_step
+from paceline.observe.metrics import RESUMED_FROM, Curve, Steps, Values, columns_of, is_resume, is_step
 
 # Bounds the memory of an index to some 80 MB. Further names are left out.
 MAX_NAMES = 300
-
-Columns = dict[str, tuple[list[int], list[float]]]
 
 
 class CurveIndex:
@@ -63,38 +61,3 @@ class CurveIndex:
     def _drop_after(self, step: int) -> None:
         for curve in self._curves.values():
             curve.drop_after(step)
-
-
-def columns_of(records: Sequence[dict[str, Any]]) -> Columns:
-    """The numbers of these lines by flat name (see `flat_items`), with their steps.
-
-    Neighbouring lines with the same keys are turned into columns together, which is several times faster.
-    """
-    columns: Columns = {}
-    for _, group in groupby(records, tuple):
-        alike = list(group)
-        steps = [record["step"] for record in alike]
-        for name in alike[0]:
-            if name != "step":
-                _add_column(columns, name, steps, [record[name] for record in alike])
-    return columns
-
-
-def _add_column(columns: Columns, name: str, steps: list[int], values: list[Any]) -> None:
-    kinds = set(map(type, values))
-    if kinds == {float} or (kinds == {int} and max(map(abs, values)) < 1 << 63):
-        known = columns.setdefault(name, ([], []))
-        known[0].extend(steps)
-        known[1].extend(values)
-    elif kinds == {list} and len(set(map(len, values))) == 1:
-        for i, column in enumerate(zip(*values, strict=True)):
-            _add_column(columns, f"{name}/{i}", steps, list(column))
-    elif kinds == {dict} and len(set(map(tuple, values))) == 1:
-        for key in values[0]:
-            _add_column(columns, f"{name}/{key}", steps, [value[key] for value in values])
-    else:
-        for step, value in zip(steps, values, strict=True):
-            for flat, number in flat_items({name: value}):
-                known = columns.setdefault(flat, ([], []))
-                known[0].append(step)
-                known[1].append(number)

@@ -14,12 +14,22 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 from paceline.observe.json_lines import TAIL_BYTES, parse_lines
-from paceline.observe.metrics import RESUMED_FROM, CountedLines, Curve, Curves, Steps, Values, is_resume, is_step
+from paceline.observe.metrics import (
+    RESUMED_FROM,
+    CountedLines,
+    Curve,
+    Curves,
+    Steps,
+    Values,
+    is_resume,
+    is_step,
+    not_superseded,
+    step_of,
+)
 
 EXACT_BYTES = 4 << 20
 # Limits of a sample.
@@ -105,12 +115,12 @@ def read_window(
         else:
             records = [record for _, block in places for record in block]
             records = [*(head if part.start == 0 else ()), *records, *(tail if part.stop == size else ())]
-            add(_not_superseded(records, part.limit))
+            add(not_superseded(records, part.limit))
     curves.note_names([*head, *tail])
     names = curves.names()
     return Window(
         first_step=min((record["step"] for record in head if "step" in record), default=0),
-        last_step=max((record["step"] for record in _not_superseded(tail, math.inf)), default=0),
+        last_step=max((record["step"] for record in not_superseded(tail)), default=0),
         offset=tail_start + last_newline + 1,
         is_sampled=is_sampled,
         names=names,
@@ -135,7 +145,7 @@ def _narrowed(part: _Part, places: Sequence[_Place], first: int, last: float, li
     start, stop, limit = part
     bound = limit  # the smallest step so far, from the end
     for offset, block in reversed(places):
-        if not block or (step := _step(block[0])) > bound:
+        if not block or (step := step_of(block[0])) > bound:
             continue  # superseded
         if step > last and is_step(block[0]):  # a resume may be anywhere after its offset
             stop, limit = min(offset + 2 * line_bytes, part.stop), step  # a line in the range may end here
@@ -162,7 +172,7 @@ def _with_resumes(path: Path, places: list[_Place], line_bytes: int) -> list[_Pl
     known = [place for place in places if place[1]]
     for place in known:
         offset, block = place
-        if found and _step(block[0]) < _step(found[-1][1][-1]) and num_searched < MAX_RESUMES:
+        if found and step_of(block[0]) < step_of(found[-1][1][-1]) and num_searched < MAX_RESUMES:
             num_searched += 1
             resumes = CountedLines(path, start=found[-1][0], stop=offset + 2 * line_bytes).resumed_from
             if resumes:
@@ -180,13 +190,3 @@ def _lines_at(descriptor: int, offset: int, num_bytes: int) -> list[bytes]:
 
 def _parse(lines: Sequence[bytes]) -> list[Any]:
     return [record for record in parse_lines(lines) if is_step(record) or is_resume(record)]
-
-
-def _step(record: dict[str, Any]) -> int:
-    return int(record["step"] if "step" in record else record[RESUMED_FROM])
-
-
-def _not_superseded(records: Sequence[dict[str, Any]], limit: float) -> list[dict[str, Any]]:
-    """Records about steps that no later record supersedes."""
-    limits = list(accumulate([limit, *(_step(record) for record in reversed(records))], min))[-2::-1]
-    return [record for record, last in zip(records, limits, strict=True) if "step" in record and record["step"] <= last]

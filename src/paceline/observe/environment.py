@@ -69,7 +69,7 @@ def _git(folder: Path) -> dict[str, Any] | None:
     options = ("status", "--porcelain=v2", "--branch", "--untracked-files=no")
     command = ["git", "--no-optional-locks", "-C", str(folder), *options]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_GIT_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
     if done.returncode != 0:

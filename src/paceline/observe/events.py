@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path, PurePath
 from time import time
 from typing import Any
@@ -98,17 +100,15 @@ class WorldChange:
 
 def read_world_changes(files: RunFiles) -> list[WorldChange]:
     """In the order of their steps; empty if there is no readable log."""
-    if not files.events.is_file():
-        return []
-    found = []
-    for record in LineReader(files.events).read():
-        details = record.get("details")
-        if record.get("event") == "world" and isinstance(details, dict):
-            try:
+    found: list[WorldChange] = []
+    with suppress(OSError):
+        # Of a long run most events are changed plans.
+        blocks = LineReader(files.events).blocks(containing=b'"world"') if files.events.is_file() else ()
+        for record in chain.from_iterable(blocks):
+            with suppress(KeyError, TypeError, ValueError, OverflowError):  # written by another version
+                details = record["details"] if record["event"] == "world" else {}
                 numbers = len(details["left"]), len(details["joined"]), int(details["size"]), float(details["seconds"])
                 found.append(WorldChange(int(record["step"]), *numbers))
-            except (KeyError, TypeError, ValueError):  # written by another version
-                continue
     return found
 
 

@@ -11,10 +11,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from difflib import get_close_matches
-from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, Self, TextIO
+from typing import Any, Protocol, TextIO
 
 from paceline.core.optional import optional
 from paceline.observe.best_effort import attempt, describe, warn
@@ -110,7 +109,7 @@ class CsvLogger:
     def _read(self) -> list[dict[str, str]]:
         """Read the columns, and the complete rows: a killed process may leave a partial last line."""
         text = self._path.read_text(encoding="utf-8", errors="replace")
-        reader = csv.DictReader(text[: text.rfind("\n") + 1].splitlines())
+        reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
         self._columns = list(reader.fieldnames or ["step"])
         if "step" not in self._columns:
             raise ValueError(f"{self._path} has no column 'step', so CsvLogger did not write it: choose another file")
@@ -152,12 +151,11 @@ class _ServiceLogger:
     _id: str | None = None
     _id_file: Path | None = None
 
-    def keep_id(self, path: Path, start_step: int) -> Self:
+    def keep_id(self, path: Path, start_step: int) -> None:
         """Keep the id in a file, too. A run that starts at step 0 is a new one and ignores it."""
         self._id_file = path
         if start_step > 0 and path.is_file():
             self._id = path.read_text(errors="replace").strip() or None
-        return self
 
     def _set_id(self, run_id: str) -> None:
         self._id = run_id
@@ -263,21 +261,14 @@ class MlflowLogger(_ServiceLogger):
         self._is_open = True
 
 
-_SERVICES: dict[str, type[_ServiceLogger]] = {"wandb": WandbLogger, "mlflow": MlflowLogger, "trackio": TrackioLogger}
-
-
-def _service_logger(
-    name: str, kind: Callable[..., _ServiceLogger], files: RunFiles, step: int, config: Any, **settings: Any
-) -> Any:
-    return kind(files.root.name, config, **settings).keep_id(files.root / f"{name}-run-id", step)
-
-
-_MAKERS: dict[str, Callable[..., Logger]] = {
-    "csv": lambda files, step, _, **settings: CsvLogger(files.root / "metrics.csv", step, **settings),
-    "tensorboard": lambda files, step, _, **settings: TensorBoardLogger(files.root / "tensorboard", step, **settings),
-    **{name: partial(_service_logger, name, kind) for name, kind in _SERVICES.items()},
+_KINDS: dict[str, Any] = {
+    "csv": CsvLogger,
+    "tensorboard": TensorBoardLogger,
+    "wandb": WandbLogger,
+    "mlflow": MlflowLogger,
+    "trackio": TrackioLogger,
 }
-LOGGER_NAMES = tuple(_MAKERS)
+LOGGER_NAMES = tuple(_KINDS)
 
 
 def make_logger(
@@ -288,11 +279,16 @@ def make_logger(
     start_step: completed steps when the run starts or is resumed. config: the run's settings, for services that show
     them. settings: the logger's own, such as project="stories" for "wandb".
     """
-    if name not in _MAKERS:
+    if name not in _KINDS:
         nearest = get_close_matches(name, LOGGER_NAMES, n=1)
         hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
         raise ValueError(f"logger {name!r} is unknown{hint}: choose one of {', '.join(LOGGER_NAMES)}")
+    kind, path = _KINDS[name], files.root / ("metrics.csv" if name == "csv" else name)
+    is_service = issubclass(kind, _ServiceLogger)
     try:
-        return _MAKERS[name](files, start_step, config, **settings)
+        made: Logger = kind(files.root.name, config, **settings) if is_service else kind(path, start_step, **settings)
     except TypeError as error:
         raise ValueError(f"logger {name!r} does not take {settings}: {error}") from error
+    if isinstance(made, _ServiceLogger):
+        made.keep_id(files.root / f"{name}-run-id", start_step)
+    return made

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -40,6 +40,7 @@ _WORKER_RATE = "samples_per_s@"
 
 Steps = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float64]
+Columns = dict[str, tuple[list[int], list[float]]]
 
 
 class MetricsWriter:
@@ -180,20 +181,15 @@ class Curves:
 
     def add(self, records: Sequence[dict[str, Any]]) -> None:
         """Add lines, each with a valid step."""
-        columns: dict[str, tuple[list[int], list[float]]] = {}
-        for record in records:
-            step, line = record["step"], record | self._add_workers(record)
-            self.last_step = max(self.last_step, step)
-            if not self._seen_keys.issuperset(record):
-                self.note_names([record])
-            for name, number in flat_items({key: value for key, value in line.items() if self._leads_to_wanted(key)}):
-                if name != "step" and self._is_wanted(name) and (name in columns or len(columns) < MAX_NAMES):
-                    steps, numbers = columns.setdefault(name, ([], []))
-                    steps.append(step)
-                    numbers.append(number)
+        self.note_names(record for record in records if not self._seen_keys.issuperset(record))
+        self.last_step = max([self.last_step, *(record["step"] for record in records)])
         self.num_lines += len(records)
-        for name, column in columns.items():
-            if name in self.curves or len(self.curves) < MAX_NAMES:
+        lines = [record | self._add_workers(record) for record in records]
+        if self._wanted is not None:
+            kept = {"step", *filter(self._leads_to_wanted, set[str]().union(*lines))}
+            lines = [{key: line[key] for key in line if key in kept} for line in lines]
+        for name, column in columns_of(lines).items():
+            if self._is_wanted(name) and (name in self.curves or len(self.curves) < MAX_NAMES):
                 self.curves.setdefault(name, Curve(is_whole=self._is_whole)).add(*column)
                 if not name.startswith(_WORKER_RATE):
                     self._names[name] = None
@@ -207,7 +203,7 @@ class Curves:
             self._seen_keys.update(record)
 
     def _leads_to_wanted(self, key: str) -> bool:
-        return self._wanted is None or key in self._keys or key.startswith(self._groups)
+        return key in self._keys or key.startswith(self._groups)
 
     def _is_wanted(self, name: str) -> bool:
         return self._wanted is None or name in self._wanted or name.startswith(self._groups)
@@ -310,6 +306,41 @@ def flat_items(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
                     yield prefix + name, number
 
 
+def columns_of(records: Sequence[dict[str, Any]]) -> Columns:
+    """The numbers of these lines by flat name (see `flat_items`), with their steps.
+
+    Neighbouring lines with the same keys are turned into columns together, which is several times faster.
+    """
+    columns: Columns = {}
+    for _, group in groupby(records, tuple):
+        alike = list(group)
+        steps = [record["step"] for record in alike]
+        for name in alike[0]:
+            if name != "step":
+                _add_column(columns, name, steps, [record[name] for record in alike])
+    return columns
+
+
+def _add_column(columns: Columns, name: str, steps: list[int], values: list[Any]) -> None:
+    kinds = set(map(type, values))
+    if kinds == {float} or (kinds == {int} and max(map(abs, values)) < 1 << 63):
+        known = columns.setdefault(name, ([], []))
+        known[0].extend(steps)
+        known[1].extend(values)
+    elif kinds == {list} and len(set(map(len, values))) == 1:
+        for i, column in enumerate(zip(*values, strict=True)):
+            _add_column(columns, f"{name}/{i}", steps, list(column))
+    elif kinds == {dict} and len(set(map(tuple, values))) == 1:
+        for key in values[0]:
+            _add_column(columns, f"{name}/{key}", steps, [value[key] for value in values])
+    else:
+        for step, value in zip(steps, values, strict=True):
+            for flat, number in flat_items({name: value}):
+                known = columns.setdefault(flat, ([], []))
+                known[0].append(step)
+                known[1].append(number)
+
+
 def is_step(record: Any) -> bool:
     """Whether a line is about a step."""
     return isinstance(record, dict) and is_count(record.get("step"))
@@ -317,6 +348,17 @@ def is_step(record: Any) -> bool:
 
 def is_resume(record: Any) -> bool:
     return isinstance(record, dict) and "step" not in record and is_count(record.get(RESUMED_FROM))
+
+
+def step_of(record: Mapping[str, Any]) -> int:
+    """Of a line about a step, or of a resume."""
+    return int(record["step"] if "step" in record else record[RESUMED_FROM])
+
+
+def not_superseded(records: Sequence[dict[str, Any]], limit: float = math.inf) -> list[dict[str, Any]]:
+    """Lines about steps up to `limit`, without those that a later line or resume supersedes."""
+    limits = list(accumulate([limit, *map(step_of, reversed(records))], min))[-2::-1]
+    return [record for record, last in zip(records, limits, strict=True) if is_step(record) and record["step"] <= last]
 
 
 def _are_numbers(value: Any) -> bool:

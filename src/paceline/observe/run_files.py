@@ -21,12 +21,12 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
-from functools import cached_property
-from itertools import count
+from datetime import date, datetime
+from functools import cached_property, lru_cache
+from itertools import count, islice
 from pathlib import Path
 from time import time
 from typing import Any, Literal, get_type_hints
@@ -35,7 +35,10 @@ from paceline.observe.best_effort import attempt, describe
 from paceline.observe.json_lines import replace_file, to_json
 
 RUNS_FOLDER = "runs"
-MAX_CONFIG_BYTES = 1 << 20
+MAX_CONFIG_BYTES = 256 << 10
+# YAML's aliases can make a few bytes as large as memory: further settings are left out.
+MAX_SETTINGS = 5000
+MAX_DEPTH = 64
 # A run on another host counts as live while its files are younger than this.
 SILENT_S = 600.0
 
@@ -73,8 +76,8 @@ class RunFiles:
 
     @property
     def is_run(self) -> bool:
-        """Whether a run wrote its status or metrics here."""
-        return self.status.is_file() or self.metrics.is_file()
+        """Whether a run wrote its status or metrics here. False for a folder that may not be read."""
+        return _is_file(self.status) or _is_file(self.metrics)
 
     @property
     def config_name(self) -> str:
@@ -172,9 +175,7 @@ def note_total_steps(files: RunFiles, total_steps: int | None) -> None:
 
 def read_status(files: RunFiles) -> Status | None:
     """The status that the run recorded; None if it is missing or malformed."""
-    found = read_json(files.status)
-    if not isinstance(found, dict):
-        return None
+    found = read_mapping(files.status)
     known: dict[str, Any] = {name: found.get(name) for name in _STATUS_TYPES}
     is_well_formed = all(isinstance(value, _STATUS_TYPES[name]) for name, value in known.items())
     return Status(**known) if is_well_formed else None
@@ -193,7 +194,15 @@ def state_of(files: RunFiles, status: Status | None) -> State:
 
 def last_sign(files: RunFiles) -> float:
     """When the run last wrote its metrics or status, as Unix time; 0 if never."""
-    return max((path.stat().st_mtime for path in (files.metrics, files.status) if path.is_file()), default=0.0)
+    return max((path.stat().st_mtime for path in (files.metrics, files.status) if _is_file(path)), default=0.0)
+
+
+def _is_file(path: Path) -> bool:
+    """False, not an error, in a folder that may not be read."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def read_json(path: Path) -> Any:
@@ -204,30 +213,80 @@ def read_json(path: Path) -> Any:
         return None
 
 
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is none."""
+    value = read_json(path)
+    return value if isinstance(value, dict) else {}
+
+
+def unchanged(read: Callable[[Path], dict[str, Any]], path: Path) -> dict[str, Any]:
+    """What `read` found in this file, read again only if it has changed. Must not be changed."""
+    try:
+        found = path.stat()
+    except OSError:
+        return {}
+    return _read_once(read, path, (found.st_ino, found.st_size, found.st_mtime_ns))
+
+
+@lru_cache(maxsize=512)
+def _read_once(read: Callable[[Path], dict[str, Any]], path: Path, stamp: object) -> dict[str, Any]:  # noqa: ARG001
+    """stamp: another one means another content."""
+    return read(path)
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     replace_file(path, f"{to_json(value, indent=2)}\n".encode())
 
 
 def read_settings(path: Path) -> dict[str, Any]:
     """The settings of a config.yaml by flat name, such as "trainer.readers"; empty if it cannot be read."""
+    try:
+        return parse_settings(path.read_bytes() if path.is_file() else b"")
+    except OSError:
+        return {}
+
+
+def parse_settings(content: bytes) -> dict[str, Any]:
+    """The settings in the text of a config.yaml, as scalars and lists of scalars; empty if it is not one."""
     import yaml  # type: ignore[import-untyped]
 
-    try:
-        content = path.read_bytes()
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-        tree = yaml.load(content, loader) if len(content) <= MAX_CONFIG_BYTES else {}
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+    loader, depth = getattr(yaml, "CSafeLoader", yaml.SafeLoader), 0
+    if len(content) > MAX_CONFIG_BYTES:
         return {}
-    return flat_settings(tree) if isinstance(tree, dict) else {}
+    try:
+        for event in yaml.parse(content, loader):  # loading recurses: many brackets would exhaust the stack
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                return {}
+        tree = yaml.load(content, loader)
+    except (ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return {key: _plain(value) for key, value in flat_settings(tree).items()} if isinstance(tree, dict) else {}
 
 
-def flat_settings(settings: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
+def flat_settings(settings: Mapping[Any, Any]) -> dict[str, Any]:
     """Nested settings by dotted key."""
-    flat: dict[str, Any] = {}
+    return dict(islice(_flat(settings, "", 0), MAX_SETTINGS))
+
+
+def _flat(settings: Mapping[Any, Any], prefix: str, depth: int) -> Iterator[tuple[str, Any]]:
     for key, value in settings.items():
-        is_nested = isinstance(value, Mapping) and value
-        flat |= flat_settings(value, f"{prefix}{key}.") if is_nested else {f"{prefix}{key}": value}
-    return flat
+        if isinstance(value, Mapping) and value and depth < MAX_DEPTH:  # an alias may refer to what contains it
+            yield from _flat(value, f"{prefix}{key}.", depth + 1)
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _plain(value: Any) -> Any:
+    """A value of YAML as JSON has it; nested lists as text, if they are short."""
+    if isinstance(value, date):
+        return value.isoformat()
+    if isinstance(value, list) and all(each is None or isinstance(each, str | int | float) for each in value):
+        return value[:MAX_SETTINGS]
+    if not isinstance(value, list | dict | set | tuple | bytes):
+        return value
+    is_short = len(value) < 100 and not any(isinstance(each, list | dict | set | tuple) for each in value)
+    return repr(value) if is_short else "..."
 
 
 def _write_status(files: RunFiles, status: Status) -> None:

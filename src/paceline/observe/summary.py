@@ -81,9 +81,13 @@ class Summary:
 def summarize(files: RunFiles, *, tail: bool = False) -> Summary:
     """tail: read only the end of the metrics, for a list of many runs. Extremes are then of the end only."""
     status = read_status(files)
-    metrics = Curves()
-    if files.metrics.is_file():
-        metrics = read_curves(files.metrics, _READ, tail=tail)
+    metrics, samples_per_s, problem = Curves(), None, None
+    try:
+        if files.metrics.is_file():
+            metrics = read_curves(files.metrics, _READ, tail=tail)
+            samples_per_s = mean_samples_per_s(files.metrics, metrics)
+    except OSError as error:  # the run of another user
+        problem = f"metrics.jsonl cannot be read: {error.strerror}"
     efficiency, workers = _read_report(files)
     state = state_of(files, status)
     training_s = metrics.last("time") or 0.0
@@ -101,7 +105,7 @@ def summarize(files: RunFiles, *, tail: bool = False) -> Summary:
         epoch=metrics.last("epoch"),
         train_loss=reached.get("loss"),
         evaluation={name: found for name, found in reached.items() if name.startswith("eval/")},
-        samples_per_s=mean_samples_per_s(files.metrics, metrics) if files.metrics.is_file() else None,
+        samples_per_s=samples_per_s,
         tokens_per_s=metrics.last("tokens_per_s") if tail else metrics.mean("tokens_per_s"),
         efficiency=efficiency,
         workers=_with_peaks(files, workers or _workers_of(metrics, training_s)),
@@ -109,7 +113,7 @@ def summarize(files: RunFiles, *, tail: bool = False) -> Summary:
         plots=sorted(str(path) for path in files.plots.glob("*.*")),
         num_unreadable_lines=metrics.num_unreadable,
         changes=None if tail or not (changes := read_world_changes(files)) else describe_changes(changes),
-        notes=_notes(files, state, metrics),
+        notes=_notes(files, state, metrics, problem),
     )
 
 
@@ -206,10 +210,12 @@ def _read_report(files: RunFiles) -> tuple[float | None, list[WorkerTime]]:
         return None, []
 
 
-def _notes(files: RunFiles, state: State, metrics: Curves) -> list[str]:
+def _notes(files: RunFiles, state: State, metrics: Curves, problem: str | None) -> list[str]:
     notes = []
     yet = " yet" if state == "live" else ""
-    if not files.metrics.is_file():
+    if problem is not None:
+        notes.append(problem)
+    elif not files.metrics.is_file():
         notes.append(f"there is no metrics.jsonl{yet}")
     elif not metrics.num_lines:
         notes.append(f"metrics.jsonl has no step{yet}")

@@ -25,7 +25,7 @@ from typing import Any, Self
 import torch
 
 from paceline.core.world import World
-from paceline.observe.best_effort import attempt
+from paceline.observe.best_effort import BestEffort
 from paceline.observe.environment import processor_name
 from paceline.observe.run_files import RunFiles, process_started, write_json
 from paceline.observe.timeline.recorder import SystemSampler
@@ -35,6 +35,8 @@ INTERVAL_S = 1.0
 
 class WorkerStatus:
     """Writes this worker's status from construction to the end of the `with` block. Failures do not end the run.
+
+    After a failure it tries again: without its status, a worker would be taken for a stalled one.
 
     world, step: the current ones; called in the background thread.
     """
@@ -61,15 +63,11 @@ class WorkerStatus:
         self._thread.join()
 
     def _work(self) -> None:
-        try:
-            while True:
-                self._write()
-                if self._closing.wait(INTERVAL_S):
-                    break
-            self._write()
-        except OSError as error:
-            with attempt(self._files.ranks):  # warns once; the status ends here
-                raise error
+        output, is_closing = BestEffort(self._files.ranks, lambda: self, lambda _: None), False
+        while not is_closing:
+            output.use(WorkerStatus._write)
+            is_closing = self._closing.wait(INTERVAL_S)
+        output.use(WorkerStatus._write)
 
     def _write(self) -> None:
         world = self._world()

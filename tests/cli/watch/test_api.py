@@ -245,7 +245,7 @@ def test_configurations_and_their_parents(client: Client, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "content",
-    [b"a: [", b"\xff\xfe", b"- 1", b"a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", b"a: &a {b: *a}\n", b"[" * 5000],
+    [b"a: [", b"\xff\xfe", b"- 1", b"a: &a [x, x]\nb: &b [*a, *a]\nc: [*b, *b]\n", b"a: &a {b: *a}\n", b"[" * 200_000],
 )
 def test_odd_configurations_do_no_harm(client: Client, tmp_path: Path, content: bytes) -> None:
     files = make_run(tmp_path)

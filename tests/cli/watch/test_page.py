@@ -43,6 +43,8 @@ def runs(tmp_path: Path) -> Path:
     plain = make_run(folder, "plain", minutes=2)
     plain.config.write_text("trainer:\n  learning_rate: 0.25\n")
     write_json(plain.plan, {"advice": "Use 2xA.", "alternatives": [{"workers": "2xA", "samples_per_s": 31.0}]})
+    for i, loss in enumerate(("NaN", "Infinity", "-Infinity")):
+        make_run(folder, f"odd{i}" if i else "lost", [row(1, loss=loss)], minutes=3 + i)
     return folder
 
 
@@ -55,6 +57,8 @@ def test_the_page_shows_a_live_run_and_controls_it(runs: Path) -> None:
         shows_what_was_planned(page)
         thins_without_losing_extremes(page)
         reads_lines_as_the_server_does(page)
+        shows_what_is_not_finite(page)
+        says_when_a_run_is_gone(page, runs)
         files = started()
         page.locator("#runs a", has_text=files.root.name).click()
         grows_without_reload(page)
@@ -153,6 +157,27 @@ def reads_lines_as_the_server_does(page: Page) -> None:
         flat for line in (*lines[:2], later[-1]) for flat, _ in flat_items(parse_lines([json.dumps(line).encode()])[0])
     ]
     assert {*names} == {"step", *dict(found)}
+
+
+def shows_what_is_not_finite(page: Page) -> None:
+    page.locator("[data-column=loss] button").click()
+    losses = page.locator("#runs tbody tr td:nth-child(5)").all_inner_texts()
+    assert (losses[0], losses[-2:]) == ("−∞", ["∞", "NaN"])
+    page.locator("[data-column=started] button").click()
+
+
+def says_when_a_run_is_gone(page: Page, runs: Path) -> None:
+    (files,) = runs.glob("lost_*")
+    page.locator("#runs a", has_text=files.name).click()
+    wait_until(lambda: end_of(page, "loss") == 1)
+    with (files / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row(2)) + "\n")
+    wait_until(lambda: end_of(page, "loss") == 2)  # the stream is open
+    files.rename(runs.parent / "elsewhere")
+    page.locator(".notice", has_text="the run's folder is gone").wait_for()
+    page.wait_for_timeout(2500)  # longer than a browser waits before it connects again
+    assert page.locator(".notice").inner_text() == "the run's folder is gone"
+    page.keyboard.press("g")
 
 
 def grows_without_reload(page: Page) -> None:

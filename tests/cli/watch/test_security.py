@@ -234,18 +234,25 @@ def test_two_hundred_slow_clients(files: RunFiles, monkeypatch: pytest.MonkeyPat
         assert client.get("/api/runs")["runs"]
 
 
-def test_clients_that_do_not_read_hold_up_nobody(client: Client, files: RunFiles) -> None:
+def test_clients_that_do_not_read_hold_up_nobody_and_are_disconnected(
+    files: RunFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "UNREAD_TIMEOUT_S", 0.5)
     with files.metrics.open("a") as file:
         file.writelines(f"{json.dumps(row(step))}\n" for step in range(21, 5000))
-    query = f"GET /api/runs/{files.root.name}/metrics?points=20000 HTTP/1.1\r\nHost: {client.host}\r\n"
-    request = f"{query}Authorization: Bearer {client.server.token}\r\n\r\n".encode()
-    with ExitStack() as stack:
-        for _ in range(20):
+    with served(files.root.parent) as client, ExitStack() as stack:
+        assert client.get("/api/runs")["runs"]
+        before = num_open_files()
+        for i in range(20):
+            path = "stream?metrics=0&run=" if i % 2 else "runs/"
+            query = f"GET /api/{path}{files.root.name}{'' if i % 2 else '/metrics?points=20000'} HTTP/1.1\r\n"
+            request = f"{query}Host: {client.host}\r\nAuthorization: Bearer {client.server.token}\r\n\r\n".encode()
             connection = stack.enter_context(closing(socket.socket()))
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect(("127.0.0.1", client.server.port))
             connection.sendall(request)
         assert client.get("/api/runs")["runs"]
+        wait_until(lambda: num_open_files() <= before + 20 + 2)  # the clients' own
 
 
 def test_names_made_of_html_are_data(client: Client, files: RunFiles) -> None:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -26,10 +26,10 @@ ADDRESS = re.compile(r"(http://127\.0\.0\.1:\d+)/\?token=([\w-]{32})")
 
 @contextmanager
 def watching(*arguments: object, **variables: str) -> Iterator[tuple[str, str, subprocess.Popen[str]]]:
-    """The address, the token, and the process."""
+    """The address, the token, and the process, which must end without a word to stderr."""
     command = [sys.executable, "-m", "paceline", "watch", *map(str, arguments)]
     environment = {k: v for k, v in os.environ.items() if k != "SSH_CONNECTION"} | variables
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         assert process.stdout is not None
         match = ADDRESS.fullmatch(process.stdout.readline().strip())
@@ -37,9 +37,8 @@ def watching(*arguments: object, **variables: str) -> Iterator[tuple[str, str, s
         yield match[1], match[2], process
     finally:
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
-        if process.stdout is not None:
-            process.stdout.close()
+        _, errors = process.communicate(timeout=60)
+        assert (process.returncode, errors) == (0, "")
 
 
 def test_the_command_serves_a_folder_in_little_memory(runs: Path) -> None:
@@ -55,6 +54,13 @@ def test_the_command_serves_a_folder_in_little_memory(runs: Path) -> None:
         assert f"ssh -N -L {port}:127.0.0.1:{port} -p 2222" in process.stdout.readline()
         modules = Path(f"/proc/{process.pid}/maps").read_text()
         assert "libtorch" not in modules, "it takes more memory than all else"
+
+
+def test_the_server_ends_while_a_page_follows_a_run(runs: Path) -> None:
+    name = make_run(runs).root.name
+    with ExitStack() as page, watching("--port", 0) as (address, token, _):
+        stream = page.enter_context(urlopen(f"{address}/api/stream?run={name}&token={token}"))
+        assert stream.readline() == b"retry: 1000\n"
 
 
 def test_chosen_runs_only(runs: Path, tmp_path: Path) -> None:
@@ -85,8 +91,14 @@ def test_wrong_arguments(runs: Path, tmp_path: Path) -> None:
             ("nothing",): "there is no run 'nothing' in runs",
             ("--runs", "missing"): "missing does not exist: choose the folder that holds your runs",
             (runs / same.root.name, same.root): f"two of the runs are named {same.root.name}",
-            ("--host", "no.such.host.invalid"): "choose an address of this machine",
+            ("--host", "no.such.host.invalid"): "choose one of this machine",
+            ("--host", "a..b"): "choose one of this machine",
+            (
+                "--host",
+                "192.0.2.1",
+            ): "cannot listen on 192.0.2.1: Cannot assign requested address: choose another --host",
             ("--export", "x.html", "--runs", "missing"): "missing does not exist",
+            (tmp_path, "--export", "x.html"): f"there is no run in {tmp_path}",
         }.items():
             ended = invoke("watch", *arguments)
             assert ended.code in (1, 2)

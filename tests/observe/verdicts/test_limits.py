@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.observe.verdicts.diagnose import diagnose
-from paceline.observe.verdicts.evidence import Evidence, Happened, Line, Lines, WorkerFacts, WorkerPart
+from paceline.observe.verdicts.evidence import Evidence, Line, Lines, WorkerFacts, WorkerPart, WorldEvent
 from paceline.observe.verdicts.verdict import Change, Limits, Verdict
 
 NUM_LINES = 12
@@ -104,6 +104,7 @@ TABLE = {
     "loss 1.9 times its minimum": (losses(*FALLING, *5 * [1.9], first_loss=2.0), FINE),
     "loss 2.1 times its minimum": (losses(*FALLING, *5 * [2.1]), ["diverging"]),
     "loss up by little of what it fell": (losses(*FALLING, *5 * [2.1], first_loss=5.5), FINE),
+    "diverging after a first loss of inf": (losses(*FALLING, *5 * [9.0], first_loss=inf), ["diverging"]),
     "a single high loss": (losses(*FALLING, 50.0), FINE),
     "negative loss rises": (losses(*(-x for x in FALLING), *5 * [-9.0], *5 * [2.0]), ["diverging"]),
     "loss is NaN": (losses(*FALLING, nan), ["diverging"]),
@@ -264,19 +265,37 @@ def test_all_settings_to_change_exist() -> None:
     assert {name for name in named if name.partition(".")[2] not in trainer} == set()
 
 
+@pytest.mark.parametrize("odd", [1.5, 1e308, inf, nan, -1, 2**62 - 1, "x", True, None, [8]])
+def test_damaged_settings_have_no_remedy(odd: Any) -> None:
+    """All verdicts together, with settings that no run accepts."""
+    full = on(gpu=10.0, gpu_memory_bytes=9.9e9, gpu_memory_total_bytes=1e10)
+    waiting = part(waiting=0.5, exchange=0.3, data=0.2, computing=0.1)
+    for lines in (run(waiting, waiting).lines, run(part(), part(speed=1, waiting=0.0)).lines, losses(1.0, nan).lines):
+        found = diagnose(Evidence(lines=lines, workers=[full, full], settings=dict.fromkeys(CONFIG, odd)))
+        assert not any(change.value in (0, 1e308) for verdict in found for change in verdict.changes)
+
+
+@pytest.mark.parametrize("time", [inf, nan, 1e308])
+def test_lines_with_damaged_times_are_not_judged(time: float) -> None:
+    values = {"loss": 1.0, "lanes": {"computing": [0.5], "data": [0.5], "exchange": [0.0]}, "shares": [1]}
+    lines = [{"step": step, "time": step if step < 10 else step * (time / 100), **values} for step in range(1, 14)]
+    verdict = first(Evidence(lines=Lines(lines).newest()))
+    assert verdict.text == "the run waits for data 50% of the time"
+
+
 def test_workers_that_left_and_came_back() -> None:
-    gone = Happened("world", 60, {"size": 2, "left": [1], "reason": "rank 1 was killed by signal 9"})
-    joined = Happened("world", 80, {"size": 3, "left": [], "joined": [2], "reason": ""})
-    verdict = first(run(part(), part(), events=[gone]))
+    gone = WorldEvent(60, {"size": 2, "left": [1], "reason": "rank 1 was killed by signal 9"})
+    joined = WorldEvent(80, {"size": 3, "left": [], "joined": [2], "reason": ""})
+    verdict = first(run(part(), part(), world_event=gone))
     assert verdict.text == "worker 1 left after step 60 (rank 1 was killed by signal 9); the other 2 continue"
     assert (verdict.kind, verdict.rank, verdict.severity) == ("worker left", None, "error")  # 1 is another worker now
-    last = Happened("world", 60, {"size": 2, "left": [2], "reason": "rank 2 was killed by signal 9"})
-    assert first(run(part(), part(), events=[last])).rank == 2
+    last = WorldEvent(60, {"size": 2, "left": [2], "reason": "rank 2 was killed by signal 9"})
+    assert first(run(part(), part(), world_event=last)).rank == 2
     assert verdict.lost == pytest.approx(1 / 3)
-    assert kinds(run(part(), part(), events=[gone, joined])) == FINE
-    assert kinds(run(part(), part(), events=[joined, gone])) == ["worker left"]
-    replaced = Happened("world", 60, {"size": 3, "left": [1], "joined": [1], "reason": "killed"})
-    assert kinds(run(part(), part(), events=[replaced])) == FINE
+    assert kinds(run(part(), part(), world_event=joined)) == FINE
+    assert kinds(run(part(), part(), world_event=WorldEvent(60, {"size": -1, "left": [1]}))) == ["worker left"]
+    replaced = WorldEvent(60, {"size": 3, "left": [1], "joined": [1], "reason": "killed"})
+    assert kinds(run(part(), part(), world_event=replaced)) == FINE
 
 
 def test_the_most_severe_verdict_comes_first_then_the_most_expensive() -> None:

@@ -9,9 +9,10 @@ from time import time
 from typing import Any
 
 import pytest
-from timeline_files import session, write_lines
+from timeline_files import write_lines
 
 from paceline.observe.run_files import RunFiles, prepare_run_folder, write_json
+from paceline.observe.verdicts.evidence import WorldEvent
 from paceline.observe.verdicts.read import EvidenceReader, read_evidence
 
 NOW = time()
@@ -75,24 +76,42 @@ def test_an_evaluation_is_not_a_line_of_its_own(files: RunFiles) -> None:
     assert [(each.step, each.seconds) for each in read_evidence(files).lines] == [(10, 0.0), (20, 10.0)]
 
 
-def test_facts_come_from_the_status_of_a_worker_before_its_timeline(files: RunFiles) -> None:
-    samples = [[1, 1.0, {"cpu": 50.0, "host_memory": 4e9, "gpu_memory": 2e9}]]
-    for rank in (0, 1):
-        path = write_lines(files.timeline / f"rank-{rank}.jsonl", session(rank, 2), {"samples": samples})
-        os.utime(path, (NOW - 20, NOW - 20))
-    status = {"rank": 1, "host": "b", "device": "cuda:1", "cpu": 99.0, "gpu_memory": 3e9, "time": 0.0}
-    write_json(files.ranks / "rank-1.json", status)
-    os.utime(files.ranks / "rank-1.json", (NOW - 2, NOW - 2))
-    devices = [{"name": "x"}, {"name": "x", "memory_bytes": 10_000}]
-    write_json(files.environment, {"host": {"name": "b", "cores": 8, "memory_bytes": 8e9}, "devices": devices})
-    first, second = read_evidence(files, NOW).workers
-    assert (first.host, first.device, first.cpu) == ("a", "cpu", 50.0)
-    assert first.silent_s == pytest.approx(20, abs=0.1)
-    assert (second.host, second.device, second.cpu, second.gpu_memory_bytes) == ("b", "cuda:1", 99.0, 3e9)
-    assert second.silent_s == pytest.approx(2, abs=0.1)
-    assert second.gpu_memory_total_bytes == 10_000
+def test_facts_come_from_the_status_files_of_the_workers(files: RunFiles) -> None:
+    status = {"rank": 0, "host": "a", "device": "cpu", "cpu": 50.0, "host_memory": 4e9, "memory_limit": 8e9}
+    write_json(files.worker(0), status)
+    write_json(
+        files.worker(2), {"rank": 2, "host": "b", "device": "cuda:1", "gpu_memory": 3e9, "gpu_memory_limit": 4e9}
+    )
+    for rank, age_s in ((0, 20), (2, 2)):
+        os.utime(files.worker(rank), (NOW - age_s, NOW - age_s))
+    write_json(files.environment, {"host": {"name": "a", "cores": 8}})
     evidence = read_evidence(files, NOW)
-    assert (evidence.cores, evidence.host_memory_bytes, evidence.host_memory_total_bytes) == (8, 4e9, None)
+    first, missing, last = evidence.workers
+    assert (first.host, first.device, first.cpu, first.gpu_memory_bytes) == ("a", "cpu", 50.0, None)
+    assert (last.host, last.device, last.gpu_memory_bytes, last.gpu_memory_total_bytes) == ("b", "cuda:1", 3e9, 4e9)
+    assert [worker.silent_s for worker in (first, missing, last)] == [pytest.approx(20), None, pytest.approx(2)]
+    assert (evidence.cores, evidence.host_memory_bytes, evidence.host_memory_total_bytes) == (8, 4e9, 8e9)
+
+
+def test_only_the_name_of_a_status_file_says_whose_it_is(files: RunFiles) -> None:
+    write_json(files.worker(0), {"rank": 1 << 62, "host": "a"})
+    for name in ("rank-9999999.json", "rank-x.json"):
+        write_json(files.ranks / name, {"rank": 1})
+    assert [worker.host for worker in read_evidence(files).workers] == ["a"]
+
+
+def test_a_worker_that_left_is_not_forgotten_among_other_events(files: RunFiles) -> None:
+    reader = EvidenceReader(files)
+    append_lines(files.events, {"step": 5, "event": "world", "details": {"size": 1, "left": [1], "joined": []}})
+    reader.read()
+    append_lines(files.events, *({"step": step, "event": "plan", "details": {}} for step in range(6, 700)))
+    assert reader.read().world_event == WorldEvent(5, {"size": 1, "left": [1], "joined": []})
+
+
+def test_a_pipe_is_not_read(files: RunFiles) -> None:
+    for path in (files.metrics, files.events, files.config):
+        os.mkfifo(path)
+    assert (read_evidence(files).lines, read_evidence(files).settings) == ([], {})
 
 
 def test_settings_are_read_by_flat_name(files: RunFiles) -> None:
@@ -105,4 +124,4 @@ def test_an_empty_folder(files: RunFiles) -> None:
     evidence = read_evidence(files)
     assert (evidence.lines, evidence.workers, evidence.state) == ([], [], "unknown")
     files.events.write_text(json.dumps({"step": 1, "event": "world", "details": 3}) + "\n")
-    assert read_evidence(files).events[0].details == {}
+    assert read_evidence(files).world_event == WorldEvent(1, {})

@@ -210,11 +210,9 @@ def _plot(options: argparse.Namespace) -> None:
 def _write_page(runs: Sequence[RunFiles], path: Path) -> None:
     """The page of `paceline watch` in one file. It has all metrics, so the other options do not apply."""
     from paceline.cli.watch.export import export_html
-    from paceline.cli.watch.runs import Runs
 
-    folder = runs[0].root.resolve().parent
-    chosen = Runs(folder, [files.root.resolve() for files in runs])
-    path.write_text(export_html(chosen.all(), Runs(folder)), encoding="utf-8")
+    chosen = [files.root.resolve() for files in runs]
+    path.write_text(export_html(chosen[0].parent, chosen), encoding="utf-8")
     print(path)
 
 

@@ -3,12 +3,11 @@
 - Host must name this machine. A page of another site that points its own name at 127.0.0.1 (DNS rebinding) is refused.
 - Origin, if there is one, must be the server's own: another site's page cannot read answers or press buttons.
 - The token must be in the address, in an Authorization header, or in the cookie that `/?token=...` sets.
-- Bodies are short, and a client that does not read its answer is disconnected.
+- Bodies are short.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
@@ -21,7 +20,6 @@ from starlette.exceptions import HTTPException
 from paceline.observe.json_lines import to_json
 
 MAX_BODY_BYTES = 4096
-SEND_TIMEOUT_S = 20.0
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -67,7 +65,7 @@ class Access:
         if scope["type"] != "http":
             return  # websockets: closed without an answer
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        send = _with_headers(_with_timeout(send), self._cookie_to_set(scope))
+        send = _with_headers(send, self._cookie_to_set(scope))
         if problem := self._problem(scope, headers):
             await answer(send, *problem)
             return
@@ -127,14 +125,6 @@ def _limited(receive: Receive) -> Receive:
         return message
 
     return limited
-
-
-def _with_timeout(send: Send) -> Send:
-    async def timed(message: Message) -> None:
-        async with asyncio.timeout(SEND_TIMEOUT_S):
-            await send(message)
-
-    return timed
 
 
 def _with_headers(send: Send, cookie: bytes | None) -> Send:

@@ -95,7 +95,7 @@ def make_app(runs: Runs) -> Starlette:
             Route(f"{one}/config", of_run(lambda run, _: configs.config_of(run, runs)), methods=["GET"]),
             *(Route(f"{one}/{command}", control(command), methods=["POST"]) for command in COMMANDS),
         ],
-        exception_handlers={HTTPException: _error},
+        exception_handlers={HTTPException: _error, FileNotFoundError: _unreadable, PermissionError: _unreadable},
     )
     app.router.redirect_slashes = False
     return app
@@ -193,6 +193,12 @@ async def _page_file(request: Request) -> Response:
     if kind is None or name not in known:
         raise HTTPException(404, "there is no such file")
     return Response(known[name].read_bytes(), media_type=f"{kind}; charset=utf-8" if kind[:4] == "text" else kind)
+
+
+async def _unreadable(_: Request, error: Exception) -> Response:
+    """A file was deleted meanwhile, or belongs to another user."""
+    assert isinstance(error, OSError)
+    return json_response({"error": f"{error.filename}: {error.strerror}"}, 503)
 
 
 async def _error(_: Request, error: Exception) -> Response:

@@ -96,11 +96,8 @@ def _selection(options: argparse.Namespace) -> tuple[Path, list[Path] | None]:
 
 def _export(options: argparse.Namespace) -> None:
     from paceline.cli.watch.export import export_html
-    from paceline.cli.watch.runs import Runs
 
     if not options.named:
         options.named = [str(cli.choose_run(None, options.runs).root)]
-    folder, chosen = _selection(options)
-    text = export_html(Runs(folder, chosen).all(), Runs(folder))
-    options.export.write_text(text, encoding="utf-8")
+    options.export.write_text(export_html(*_selection(options)), encoding="utf-8")
     print(options.export)

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from datetime import date
-from itertools import islice
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
-
-from paceline.cli.watch.runs import MAX_CONFIG_BYTES, RunEntry, Runs
+from paceline.cli.watch.runs import RunEntry, Runs
 from paceline.cli.watch.safe_files import read_bytes
+from paceline.observe.run_files import MAX_CONFIG_BYTES, parse_settings
 
-# More settings than this are left out: YAML's aliases can make a few bytes as large as memory.
-MAX_ENTRIES = 5000
-MAX_DEPTH = 20
 _CHECKPOINT_KEYS = ("checkpoints.resume", "checkpoints.init_from")
 
 
@@ -28,11 +22,11 @@ def config_of(run: RunEntry, runs: Runs) -> dict[str, Any]:
     if parent is None:
         return {**found, "difference": []}
     other = _entries(_text(parent))
-    changed = [key for key in {**own, **other} if own.get(key, _MISSING) != other.get(key, _MISSING)]
-    difference = [
-        {"key": key, **({"own": own[key]} if key in own else {}), **({"parent": other[key]} if key in other else {})}
-        for key in changed
-    ]
+    difference = []
+    for key in {**own, **other}:
+        values = {name: config[key] for name, config in (("own", own), ("parent", other)) if key in config}
+        if len(values) < 2 or values["own"] != values["parent"]:
+            difference.append({"key": key, **values})
     return {**found, "parent": {"id": parent.id, "name": parent.name, "why": why}, "difference": difference}
 
 
@@ -45,47 +39,13 @@ def compare(chosen: Sequence[RunEntry]) -> dict[str, Any]:
     return {"runs": [run.id for run in chosen], "differences": different}
 
 
-class _Missing:
-    pass
-
-
-_MISSING = _Missing()
-
-
 def _text(run: RunEntry) -> str | None:
     content = read_bytes(run.files.config, MAX_CONFIG_BYTES)
     return None if content is None else content.decode(errors="replace")
 
 
 def _entries(text: str | None) -> dict[str, Any]:
-    try:
-        tree = yaml.load(text or "", getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return {}
-    return dict(islice(_flat(tree), MAX_ENTRIES)) if isinstance(tree, dict) else {}
-
-
-def _flat(tree: dict[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, dict) and value and depth < MAX_DEPTH:
-            yield from _flat(value, f"{prefix}{name}.", depth + 1)
-        else:
-            yield f"{prefix}{name}", _plain(value)
-
-
-def _plain(value: Any) -> Any:
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    if isinstance(value, list) and all(each is None or isinstance(each, str | bool | int | float) for each in value):
-        return value[:MAX_ENTRIES]
-    if isinstance(value, date):
-        return value.isoformat()
-    return repr(value) if len(value) < 100 and _is_flat(value) else "..."
-
-
-def _is_flat(value: Any) -> bool:
-    items = value.values() if isinstance(value, dict) else value
-    return not any(isinstance(each, list | dict | set | tuple) for each in items)
+    return parse_settings((text or "").encode())
 
 
 def _parent(run: RunEntry, config: dict[str, Any], runs: Runs) -> tuple[RunEntry | None, str]:

@@ -15,10 +15,12 @@ import html
 import re
 from collections.abc import Sequence
 from importlib.resources import files
+from pathlib import Path
 from time import time
 from typing import Any
 
 from paceline import __version__
+from paceline.cli.commands import CommandError
 from paceline.cli.watch import configs, curves, view
 from paceline.cli.watch.runs import RunEntry, Runs
 from paceline.observe.json_lines import to_json
@@ -38,9 +40,12 @@ _SCRIPT = re.compile(r'<script\b[^>]*\bsrc="page/([\w.-]+\.js)"[^>]*>\s*</script
 _IMPORT = re.compile(r"""(\bfrom\s*|\bimport\s*)(["'])\./([\w.-]+\.js)\2""")
 
 
-def export_html(chosen: Sequence[RunEntry], runs: Runs) -> str:
-    """The page with these runs."""
-    return inline_page(to_json({"version": 1, "now": time(), "responses": responses(chosen, runs)}))
+def export_html(folder: Path, chosen: Sequence[Path] | None = None) -> str:
+    """The page with the runs in a folder, or with the chosen ones."""
+    runs = Runs(folder, chosen).all()
+    if not runs:
+        raise CommandError(f"there is no run in {folder}: choose a run, or the folder that holds your runs")
+    return inline_page(to_json({"version": 1, "now": time(), "responses": responses(runs, Runs(folder))}))
 
 
 def responses(chosen: Sequence[RunEntry], runs: Runs) -> list[list[Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock, Thread
@@ -61,7 +62,7 @@ class Indexes:
 
     def _read(self, entry: _Entry) -> None:
         sleep(self._delay_s)
-        with self._turn:
+        with self._turn, suppress(OSError):  # the run was deleted
             for _ in entry.index.read():
                 if not entry.is_wanted:
                     return

@@ -6,19 +6,19 @@ import hashlib
 import os
 import re
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from threading import Lock
 from time import monotonic
 from typing import Any
 
-from paceline.cli.watch.safe_files import document, file_stat, is_folder, read_bytes, read_in_folder, regular_stat
+from paceline.cli.watch.safe_files import document, file_stat, read_bytes
 from paceline.observe.json_lines import is_count, is_number, parse_lines
-from paceline.observe.metrics import RESUMED_FROM, flat_items, is_resume, is_step
-from paceline.observe.run_files import RunFiles, State, Status, read_status, state_of
+from paceline.observe.metrics import RESUMED_FROM, flat_items, is_resume, is_step, not_superseded, step_of
+from paceline.observe.run_files import MAX_CONFIG_BYTES, RunFiles, State, Status, read_status, state_of
 
 TAIL_BYTES = 16 << 10
 NEWEST_LINES = 6
-MAX_CONFIG_BYTES = 256 << 10
 # The folder is read again after this time, or this many times the time that it took.
 SCAN_INTERVAL_S, SCAN_INTERVAL_RATIO = 1.0, 50.0
 
@@ -28,10 +28,6 @@ _SAFE_ID = re.compile(r"(?!\.{1,2}$)[A-Za-z0-9_.+=-]{1,200}")
 def id_of(name: str) -> str:
     """The name, or if that cannot be part of an address, a hash of it."""
     return name if _SAFE_ID.fullmatch(name) else f"~{hashlib.sha256(os.fsencode(name)).hexdigest()[:16]}"
-
-
-def step_of(record: dict[str, Any]) -> int:
-    return int(record["step"] if "step" in record else record[RESUMED_FROM])
 
 
 class RunEntry:
@@ -57,9 +53,7 @@ class RunEntry:
     def refresh(self) -> bool:
         """Whether this is a run."""
         files = self.files
-        if not is_folder(files.root):
-            return False
-        status, metrics = regular_stat(files.status), regular_stat(files.metrics)
+        status, metrics = file_stat(files.status), file_stat(files.metrics)
         if status is None and metrics is None:
             return False
         self.changed = max(each.st_mtime for each in (status, metrics) if each is not None)
@@ -77,28 +71,24 @@ class RunEntry:
             self.status = read_status(self.files) if exists else None
         elif name == "metrics":
             self.metrics_bytes = self._stats[name][1]
-            self._read_tail(read_in_folder(self.files.metrics, TAIL_BYTES, from_end=True) or b"")
+            self._read_tail(read_bytes(self.files.metrics, TAIL_BYTES, from_end=True) or b"")
         else:
             self.lead = document(self._lead) if exists else {}
 
     def _read_tail(self, tail: bytes) -> None:
         complete = chosen_lines(tail, is_cut=len(tail) < self.metrics_bytes)
         lines = [record for record in parse_lines(complete) if is_step(record) or is_resume(record)]
-        self.last, self.pace_s, self.last_step = {}, None, step_of(lines[-1]) if lines else 0
-        counted, bound = [], self.last_step
-        for record in reversed(lines):
-            if step_of(record) > bound:
-                continue  # superseded
-            bound = step_of(record)
-            if is_step(record):
-                counted.append(record)
-                self.last = record | self.last
+        counted = not_superseded(lines)
         shares = [found for record in counted if isinstance(found := record.get("shares"), list)]
-        alike = [found for found in shares if len(found) == len(shares[0]) and all(map(is_number, found))]
-        self.work = [sum(column) for column in zip(*alike, strict=True)]
+        alike = [found for found in shares if len(found) == len(shares[-1]) and all(map(is_number, found))]
         timed = [record for record in counted if is_number(record.get("time"))]
-        if timed and timed[-1]["step"] < timed[0]["step"]:
-            newest, oldest = timed[0], timed[-1]
+        # Other threads read these at any time: they are replaced, not changed.
+        self.last_step = step_of(lines[-1]) if lines else 0
+        self.last = dict(chain.from_iterable(record.items() for record in counted))
+        self.work = [sum(column) for column in zip(*alike, strict=True)]
+        self.pace_s = None
+        if timed and timed[0]["step"] < timed[-1]["step"]:
+            oldest, newest = timed[0], timed[-1]
             self.pace_s = (newest["time"] - oldest["time"]) / (newest["step"] - oldest["step"])
 
     @property

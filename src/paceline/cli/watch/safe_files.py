@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import os
 import stat
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.run_files import read_json
+from paceline.observe.run_files import read_mapping, unchanged
 
 MAX_DOCUMENT_BYTES = 1 << 20
 
 
 def file_stat(path: Path) -> os.stat_result | None:
     """None unless this is a regular file in a folder that is not a symbolic link."""
-    found = regular_stat(path)
+    found = _stat(path, stat.S_ISREG)
     return found if found is not None and is_folder(path.parent) else None
-
-
-def regular_stat(path: Path) -> os.stat_result | None:
-    """As `file_stat`, in a folder that is known not to be a symbolic link."""
-    return _stat(path, stat.S_ISREG)
 
 
 def is_folder(path: Path) -> bool:
@@ -53,25 +47,13 @@ def _stat(path: Path, is_kind: Any) -> os.stat_result | None:
 def document(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> dict[str, Any]:
     """The object in a JSON file, which must not be changed; empty if there is none."""
     found = file_stat(path)
-    if found is None or found.st_size > max_bytes:
-        return {}
-    return _document(path, (found.st_ino, found.st_size, found.st_mtime_ns))
-
-
-@lru_cache(maxsize=256)
-def _document(path: Path, stamp: tuple[int, int, int]) -> dict[str, Any]:  # noqa: ARG001
-    """stamp: another one means another content."""
-    value = read_json(path)
-    return value if isinstance(value, dict) else {}
+    return {} if found is None or found.st_size > max_bytes else unchanged(read_mapping, path)
 
 
 def read_bytes(path: Path, max_bytes: int, *, from_end: bool = False) -> bytes | None:
     """At most this many bytes of a file, from its beginning or its end; None if it cannot be read."""
-    return read_in_folder(path, max_bytes, from_end=from_end) if is_folder(path.parent) else None
-
-
-def read_in_folder(path: Path, max_bytes: int, *, from_end: bool = False) -> bytes | None:
-    """As `read_bytes`, in a folder that is known not to be a symbolic link."""
+    if not is_folder(path.parent):
+        return None
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError):

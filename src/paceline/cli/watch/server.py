@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import resource
 import socket
 from contextlib import suppress
@@ -22,6 +23,8 @@ DEFAULT_PORT = 8642
 # Connections without a complete request are closed after this time.
 REQUEST_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 30
+# Connections whose client does not read are closed after this time.
+UNREAD_TIMEOUT_S = 20.0
 MAX_HEADER_BYTES = 16 << 10
 
 
@@ -84,6 +87,8 @@ class _Server(uvicorn.Server):
         if not self.should_exit:
             await self._ended.wait()
         self._loop = None
+        for connection in self.server_state.connections:
+            connection.transport.close()  # pages follow their runs for ever
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         super().handle_exit(sig, frame)
@@ -122,10 +127,11 @@ class _Protocol(H11Protocol):
 def _listening(host: str, port: int | None) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
-    except OSError as error:
-        raise CommandError(f"--host {host}: {error.strerror}: choose an address of this machine", 2) from error
+    except (OSError, UnicodeError) as error:
+        raise CommandError(f"--host {host}: not a known address: choose one of this machine", 2) from error
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1e3 * UNREAD_TIMEOUT_S))
     for each in [DEFAULT_PORT, 0] if port is None else [port]:
         try:
             listener.bind((host, each))
@@ -134,7 +140,9 @@ def _listening(host: str, port: int | None) -> socket.socket:
         except OSError as error:
             problem = error
     listener.close()
-    raise CommandError(f"cannot listen on {host}, port {port}: {problem.strerror}: choose another --port") from problem
+    where = host if port is None else f"{host}, port {port}"
+    option = "--host" if problem.errno == errno.EADDRNOTAVAIL else "--port"
+    raise CommandError(f"cannot listen on {where}: {problem.strerror}: choose another {option}") from problem
 
 
 def _is_loopback(host: str) -> bool:

@@ -65,12 +65,12 @@ class Streams:
                 return
             source = RunSource(self._runs, run, query)
         self._num_open += 1
-        sender = asyncio.create_task(self._send(source, _interval_s(query.get("every")), send))
+        sender = asyncio.create_task(self._send(source, min(_count(query.get("every")) or 0, MAX_INTERVAL_S), send))
         gone = asyncio.create_task(_disconnected(receive))
         try:
             await asyncio.wait((sender, gone), return_when=asyncio.FIRST_COMPLETED)
-            if sender.done() and not isinstance(sender.exception(), TimeoutError | OSError | None):
-                raise sender.exception()  # type: ignore[misc]
+            if sender.done():
+                sender.result()
         finally:
             self._num_open -= 1
             sender.cancel()
@@ -90,7 +90,10 @@ class Streams:
             return list(source.new())
 
         while True:
-            events = await asyncio.get_running_loop().run_in_executor(self._reader, found)
+            try:
+                events = await asyncio.get_running_loop().run_in_executor(self._reader, found)
+            except OSError:  # a file was deleted meanwhile: the client comes back and continues at its offsets
+                break
             if events:
                 texts = [f"event: {name}\ndata: {to_json(data)}\n\n" for name, data in events]
                 if source.id:  # with the last one: those before it are delivered by then
@@ -174,8 +177,10 @@ class RunSource:
     def __init__(self, runs: Runs, run: RunEntry, query: Mapping[str, str]) -> None:
         self._runs, self._run = runs, run
         files = run.files
-        self._metrics = _Followed(files.metrics, _offset(query.get("metrics"), files.metrics))
-        self._events = _Followed(files.events, _offset(query.get("events"), files.events))
+        self._metrics, self._events = (
+            _Followed(path, view.end_of(path) if (offset := _count(query.get(name))) is None else offset)
+            for name, path in (("metrics", files.metrics), ("events", files.events))
+        )
         self._logs = _Logs(run) if query.get("log") == "1" else None
         self._is_other = False  # a file was replaced, or too much was added
         self._happened: list[dict[str, Any]] = []  # events that were read and not sent
@@ -264,12 +269,8 @@ class _Logs:
                 yield "log", {"rank": rank, "stream": kind, "lines": lines, "is_cut": is_cut or start > before}
 
 
-def _offset(text: str | None, path: Path) -> int:
-    return int(text) if text is not None and text.isdecimal() and len(text) < 19 else view.end_of(path)
-
-
-def _interval_s(text: str | None) -> float:
-    return min(float(text), MAX_INTERVAL_S) if text is not None and text.isdecimal() and len(text) < 19 else 0.0
+def _count(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdecimal() and len(text) < 19 else None
 
 
 def _time(text: str | None) -> float:

@@ -17,6 +17,8 @@ from paceline.observe.metrics import RESUMED_FROM
 
 # Recent lines: at least MIN_LINES, and enough to cover RECENT_S, at most MAX_LINES.
 MIN_LINES, RECENT_S, MAX_LINES = 3, 2.0, 50
+# A line about a longer time is damaged.
+MAX_SECONDS = 1e9
 # The number of newest lines that are kept.
 MAX_KEPT_LINES = 256
 
@@ -101,10 +103,9 @@ class WorkerFacts:
 
 
 @dataclass(frozen=True)
-class Happened:
-    """A line of events.jsonl."""
+class WorldEvent:
+    """Workers left or joined after this step; `details` as in events.jsonl."""
 
-    name: str
     step: int
     details: Mapping[str, Any] = field(default_factory=dict)
 
@@ -114,9 +115,9 @@ class Evidence:
     """The known facts about a run.
 
     state, reason: as `paceline logs list` shows them. lines: the newest, in order. is_whole: whether they begin with
-    the run's first line. first_loss: of the run's first line. silent_s: since the last line was written, for a live
-    run. settings: by flat name, such as "trainer.readers". host_memory_bytes, host_memory_total_bytes, cores: of the
-    first worker's host.
+    the run's first line. first_loss: of the run's first line. world_event: the newest one. silent_s: since the last
+    line was written, for a live run. settings: by flat name, such as "trainer.readers". host_memory_bytes,
+    host_memory_total_bytes, cores: of the first worker's host.
     """
 
     state: str = "live"
@@ -124,7 +125,7 @@ class Evidence:
     lines: Sequence[Line] = ()
     is_whole: bool = True
     first_loss: float | None = None
-    events: Sequence[Happened] = ()
+    world_event: WorldEvent | None = None
     workers: Sequence[WorkerFacts] = ()
     silent_s: float | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -135,9 +136,9 @@ class Evidence:
     @property
     def num_workers(self) -> int:
         """The current number: workers may have left."""
-        for event in reversed(self.events):
-            if event.name == "world" and is_count(event.details.get("size")):
-                return int(event.details["size"])
+        size: Any = None if self.world_event is None else self.world_event.details.get("size")
+        if is_count(size):
+            return int(size)
         return next((len(line.workers) for line in reversed(self.lines) if line.workers), len(self.workers))
 
     def facts(self, rank: int) -> WorkerFacts:
@@ -153,7 +154,7 @@ class Evidence:
         """The newest lines with a known time, from the last one back to the last change of the number of workers."""
         count = None
         for line in reversed(self.lines):
-            if line.workers and line.seconds > 0:
+            if line.workers and 0 < line.seconds < MAX_SECONDS:
                 if count not in (None, len(line.workers)):
                     return
                 count = len(line.workers)
@@ -194,7 +195,7 @@ class Lines:
             if is_count(record.get(RESUMED_FROM)) and "step" not in record:
                 while self._lines and self._lines[-1][0].step > record[RESUMED_FROM]:
                     self._lines.pop()  # superseded
-            if not is_count(record.get("step")) or not is_number(record.get("time")):
+            if not is_count(record.get("step")) or _finite(record.get("time")) is None:
                 continue
             if "loss" not in record and "samples_per_s" not in record:
                 continue  # an evaluation: its time counts for the next line

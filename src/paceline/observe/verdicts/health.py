@@ -64,28 +64,26 @@ def stalled(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
 
 
 def left(evidence: Evidence, _: Limits) -> Iterator[Verdict]:
-    """Workers that died or left and were not replaced, the latest first."""
-    for event in reversed(evidence.events):
-        if event.name != "world":
-            continue
-        gone, size = event.details.get("left"), event.details.get("size")
-        if not isinstance(gone, list) or not isinstance(size, int) or not gone or event.details.get("joined"):
-            return  # replaced since
-        who = f"worker{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}"
-        reason = str(event.details.get("reason") or "no reason is known")
-        others = f"the other {size} continue" if size != 1 else "the other one continues"
-        yield Verdict(
-            "worker left",
-            "error",
-            f"{who} left after step {event.step:,} ({reason}); {others}",
-            # The others have moved up: a rank that exists is another worker's now.
-            rank=gone[0] if isinstance(gone[0], int) and gone[0] >= size else None,
-            since_step=event.step,
-            lost=len(gone) / (size + len(gone)),
-            figures={"left": len(gone), "workers": size},
-            changes=(Change("", None, "no step and no sample is lost; the run is slower by this worker's share"),),
-        )
+    """Workers died or left with the newest change of the workers, and none joined."""
+    if (event := evidence.world_event) is None:
         return
+    gone, size = event.details.get("left"), event.details.get("size")
+    if not isinstance(gone, list) or not gone or not isinstance(size, int) or event.details.get("joined"):
+        return
+    who = f"worker{'s' if len(gone) > 1 else ''} {', '.join(map(str, gone))}"
+    reason = str(event.details.get("reason") or "no reason is known")
+    others = f"the other {size} continue" if size != 1 else "the other one continues"
+    yield Verdict(
+        "worker left",
+        "error",
+        f"{who} left after step {event.step:,} ({reason}); {others}",
+        # The others have moved up: a rank that exists is another worker's now.
+        rank=gone[0] if isinstance(gone[0], int) and gone[0] >= size else None,
+        since_step=event.step,
+        lost=len(gone) / max(size + len(gone), 1),
+        figures={"left": len(gone), "workers": size},
+        changes=(Change("", None, "no step and no sample is lost; the run is slower by this worker's share"),),
+    )
 
 
 def diverging(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
@@ -111,7 +109,9 @@ def diverging(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
     if lowest is None:
         return
     recent = medians[-1][0]
-    first = max(medians[0][0], evidence.first_loss or 0.0)
+    first = medians[0][0]
+    if evidence.first_loss is not None and isfinite(evidence.first_loss):
+        first = max(first, evidence.first_loss)
     is_higher = recent > limits.loss_ratio * lowest if lowest > 0 else recent > first
     if is_higher and recent - lowest >= limits.loss_regained * (first - lowest):
         ratio = f", {recent / lowest:.1f} times its minimum" if lowest > 0 else ""

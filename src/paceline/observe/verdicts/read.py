@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from stat import S_ISREG
 from time import time
 from typing import Any
 
 from paceline.observe.json_lines import LineReader, first_line, is_count, is_number
-from paceline.observe.run_files import RunFiles, State, Status, read_json, read_settings, read_status, state_of
-from paceline.observe.timeline.files import timeline_files
-from paceline.observe.verdicts.evidence import Evidence, Happened, Lines, WorkerFacts
+from paceline.observe.run_files import (
+    RunFiles,
+    State,
+    Status,
+    read_mapping,
+    read_settings,
+    read_status,
+    state_of,
+    unchanged,
+)
+from paceline.observe.verdicts.evidence import Evidence, Lines, WorkerFacts, WorldEvent
 
-# The number of newest events that are kept.
-MAX_EVENTS = 500
-
+_STATUS_FILE = re.compile(r"rank-(\d{1,6})\.json")
 # The content of a worker's status file, and when it was written, as Unix time.
 WorkerFile = tuple[dict[str, Any], float]
 
@@ -35,7 +40,7 @@ class EvidenceReader:
         self._files = files
         self._metrics, self._events = _Growing(files.metrics), _Growing(files.events)
         self._lines, self._head = Lines(), Lines()
-        self._happened: deque[Happened] = deque(maxlen=MAX_EVENTS)
+        self._world_event: WorldEvent | None = None
 
     def read(
         self,
@@ -49,13 +54,9 @@ class EvidenceReader:
         files, now = self._files, time() if now is None else now
         status = status or read_status(files)
         self._read_lines()
-        environment = _unchanging(files.environment, _read_mapping)
-        host = _mapping(environment.get("host"))
-        found = _workers(files, worker_files(files) if workers is None else workers, now)
-        for facts in found.values():
-            if facts.get("host") == host.get("name"):
-                facts.setdefault("memory_limit", host.get("memory_bytes"))
-                facts.setdefault("gpu_memory_limit", _device_memory(environment, str(facts.get("device"))))
+        host = _mapping(unchanged(read_mapping, files.environment).get("host"))
+        found = worker_files(files) if workers is None else workers
+        leader = found[0][0] if 0 in found else {}
         lines, head = self._lines.newest(), self._head.newest()
         return Evidence(
             state=state or state_of(files, status),
@@ -63,12 +64,15 @@ class EvidenceReader:
             lines=lines,
             is_whole=bool(lines and head) and lines[0].step == head[0].step,
             first_loss=head[0].loss if head else None,
-            events=[*self._happened],
-            workers=[_facts(found.get(rank, {})) for rank in range(max(found, default=-1) + 1)],
+            world_event=self._world_event,
+            workers=[
+                _facts(*found[rank], now) if rank in found else WorkerFacts()
+                for rank in range(max(found, default=-1) + 1)
+            ],
             silent_s=max(now - files.metrics.stat().st_mtime, 0.0) if files.metrics.is_file() else None,
-            settings=_unchanging(files.config, read_settings),
-            host_memory_bytes=_number(found.get(0, {}).get("host_memory")),
-            host_memory_total_bytes=_number(found.get(0, {}).get("memory_limit")),
+            settings=unchanged(read_settings, files.config),
+            host_memory_bytes=_number(leader.get("host_memory")),
+            host_memory_total_bytes=_number(leader.get("memory_limit")),
             cores=cores if is_count(cores := host.get("cores")) else None,
         )
 
@@ -81,11 +85,10 @@ class EvidenceReader:
         self._lines.add(records)
         records, is_other = self._events.read()
         if is_other:
-            self._happened.clear()
+            self._world_event = None
         for record in records:
-            if "event" in record and is_count(record.get("step")):
-                happened = Happened(str(record["event"]), record["step"], _mapping(record.get("details")))
-                self._happened.append(happened)
+            if record.get("event") == "world" and is_count(record.get("step")):
+                self._world_event = WorldEvent(record["step"], _mapping(record.get("details")))
 
 
 class _Growing:
@@ -110,24 +113,10 @@ class _Growing:
             return [], False
 
 
-def _unchanging(path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-    """The cached result of `read` for a file that a run writes once, read again if it is another file."""
-    try:
-        found = path.stat()
-    except OSError:
-        return {}
-    return _read_once(path, read, (found.st_ino, found.st_size, found.st_mtime_ns))
-
-
-@lru_cache(maxsize=128)
-def _read_once(path: Path, read: Callable[[Path], dict[str, Any]], stamp: object) -> dict[str, Any]:  # noqa: ARG001
-    return read(path)
-
-
 def _head(path: Path) -> list[dict[str, Any]]:
     """The first line."""
     try:
-        value = first_line(path)
+        value = first_line(path) if path.is_file() else None  # opening a pipe would block
     except OSError:
         return []
     return [value] if isinstance(value, dict) else []
@@ -135,54 +124,24 @@ def _head(path: Path) -> list[dict[str, Any]]:
 
 def worker_files(files: RunFiles) -> dict[int, WorkerFile]:
     """The workers' status files by rank."""
-    found = ((_read_mapping(path), path.stat().st_mtime) for path in files.ranks.glob("rank-*.json"))
-    return {each[0]["rank"]: each for each in found if is_count(each[0].get("rank"))}
-
-
-def _workers(files: RunFiles, known: Mapping[int, WorkerFile], now: float) -> dict[int, dict[str, Any]]:
-    """By rank: from the workers' status files, or from the ends of their timelines if there are none."""
-    # The file's time, not the recorded one: the clocks of hosts differ.
-    found = {rank: {**facts, "silent_s": now - changed} for rank, (facts, changed) in known.items()}
-    for path in timeline_files(files.root):
-        if (rank := path.stem.removeprefix("rank-")).isdecimal() and int(rank) not in found:
-            found[int(rank)] = _from_timeline(path, now)
+    found = {}
+    for path in files.ranks.glob("rank-*.json"):
+        if match := _STATUS_FILE.fullmatch(path.name):
+            with suppress(OSError):  # its worker has another rank now
+                found[int(match[1])] = read_mapping(path), path.stat().st_mtime
     return found
 
 
-def _device_memory(environment: Mapping[str, Any], device: str) -> Any:
-    """Of a device of the first worker's host, such as "cuda:1"."""
-    devices, number = environment.get("devices"), device.partition("cuda:")[2]
-    if not isinstance(devices, list) or not number.isdecimal() or int(number) >= len(devices):
-        return None
-    return _mapping(devices[int(number)]).get("memory_bytes")
-
-
-def _facts(values: Mapping[str, Any]) -> WorkerFacts:
-    silent_s = _number(values.get("silent_s"))
+def _facts(values: Mapping[str, Any], changed: float, now: float) -> WorkerFacts:
     return WorkerFacts(
         host=str(values.get("host") or ""),
         device=str(values.get("device") or ""),
-        silent_s=None if silent_s is None else max(silent_s, 0.0),
+        silent_s=max(now - changed, 0.0),  # by the file's time, not the recorded one: the clocks of hosts differ
         gpu=_number(values.get("gpu")),
         cpu=_number(values.get("cpu")),
         gpu_memory_bytes=_number(values.get("gpu_memory")),
         gpu_memory_total_bytes=_number(values.get("gpu_memory_limit")),
     )
-
-
-def _from_timeline(path: Path, now: float) -> dict[str, Any]:
-    """The last session's header, with the newest samples."""
-    values: dict[str, Any] = {}
-    for line in [*_head(path), *_Growing(path).read()[0]]:
-        values |= _mapping(line.get("session"))
-        with suppress(TypeError, ValueError):
-            for _, _, sample in line.get("samples", ()):
-                values |= _mapping(sample)
-    return {**values, "silent_s": now - path.stat().st_mtime}
-
-
-def _read_mapping(path: Path) -> dict[str, Any]:
-    return _mapping(read_json(path))
 
 
 def _mapping(value: Any) -> dict[str, Any]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from math import ceil
 from typing import Any
 
+from paceline.observe.json_lines import is_count, is_number
 from paceline.observe.verdicts.evidence import Evidence
 from paceline.observe.verdicts.verdict import Change
 
 # The fraction of the time that an exchange should take at most.
 EXCHANGE_TARGET = 0.1
 _RATES = ("trainer.learning_rate", "optimizer.arguments.lr")
+# Divisors are found by trying them: of a larger batch, the largest one up to this number.
+MAX_TRIED = 1 << 16
 # A step with this many micro-batches per worker can be divided by speed to a few percent.
 MICRO_BATCHES_PER_WORKER = 8
 
@@ -38,23 +41,21 @@ def _better_divided(evidence: Evidence) -> tuple[Change, ...]:
     """Settings that keep the plan from following the workers' speeds."""
     if (shares := evidence.settings.get("trainer.shares")) not in (None, "measured"):
         return (Change("trainer.shares", "measured", f"the work is divided by {shares!r}, not by measured speed"),)
-    global_batch, micro_batch = _number(evidence, "trainer.global_batch"), _number(evidence, "trainer.micro_batch")
+    global_batch = _count(evidence, "trainer.global_batch")
+    micro_batch = _count(evidence, "trainer.micro_batch") or global_batch
     wanted = evidence.num_workers * MICRO_BATCHES_PER_WORKER
-    if global_batch and (micro_batch or global_batch) * wanted > global_batch:
-        count = global_batch / (micro_batch or global_batch)
-        smaller = next((size for size in range(int(global_batch // wanted), 0, -1) if global_batch % size == 0), 0)
-        if smaller:
-            then = global_batch // smaller
-            why = f"a step has {count:.0f} micro-batches, too few to divide by speed; this makes {then:.0f}"
-            return (Change("trainer.micro_batch", smaller, why),)
+    if micro_batch * wanted > global_batch and (smaller := _divisor(global_batch, global_batch // wanted)):
+        why = f"a step has {global_batch / micro_batch:.0f} micro-batches, too few to divide by speed; this makes "
+        return (Change("trainer.micro_batch", smaller, f"{why}{global_batch // smaller}"),)
     return ()
 
 
 def slow_reader(evidence: Evidence, part: float) -> tuple[Change, ...]:
     """part: the fraction of the time spent waiting for data."""
-    readers = int(_number(evidence, "trainer.readers") or 0)
+    readers = _count(evidence, "trainer.readers")
     # Each process reads while the worker computes, so the number needed is reading time over computing time.
-    needed = max(ceil(max(readers, 1) * part / max(1 - part, 0.05)), 1) + readers
+    part = min(part, 0.95)
+    needed = max(ceil(max(readers, 1) * part / (1 - part)), 1) + readers
     limit = evidence.cores and max(evidence.cores // max(evidence.num_workers, 1), 1)
     changes = []
     if limit is None or readers < limit:
@@ -71,10 +72,11 @@ def expensive_exchange(evidence: Evidence, part: float) -> tuple[Change, ...]:
     changes = []
     if evidence.settings.get("trainer.overlap") is False:
         changes.append(Change("trainer.overlap", True, "exchange gradients during the backward pass"))
-    if global_batch := _number(evidence, "trainer.global_batch"):
+    if global_batch := _count(evidence, "trainer.global_batch"):
         # One exchange per step: with `factor` times the work per step it is `factor` times less frequent.
-        factor = part / (1 - min(part, 0.95)) * (1 - EXCHANGE_TARGET) / EXCHANGE_TARGET
-        larger = int(global_batch) * (1 << max(ceil(factor) - 1, 1).bit_length())
+        part = min(part, 0.95)
+        factor = part / (1 - part) * (1 - EXCHANGE_TARGET) / EXCHANGE_TARGET
+        larger = global_batch * (1 << max(ceil(factor) - 1, 1).bit_length())
         why = f"one exchange for more samples, about {EXCHANGE_TARGET:.0%} of the time; changes the result"
         changes.append(Change("trainer.global_batch", larger, why))
     if evidence.settings.get("trainer.strategy.kind", "gradients") == "gradients":
@@ -89,23 +91,22 @@ def host_bound(evidence: Evidence) -> tuple[Change, ...]:
         changes.append(Change("trainer.compile", True, "fewer and larger kernels"))
     if evidence.settings.get("trainer.capture") == "off":
         changes.append(Change("trainer.capture", "auto", "replay steps as CUDA graphs"))
-    micro_batch, global_batch = _number(evidence, "trainer.micro_batch"), _number(evidence, "trainer.global_batch")
+    micro_batch, global_batch = _count(evidence, "trainer.micro_batch"), _count(evidence, "trainer.global_batch")
     if micro_batch and global_batch and global_batch % (2 * micro_batch) == 0:
-        changes.append(Change("trainer.micro_batch", int(2 * micro_batch), "more work per kernel"))
+        changes.append(Change("trainer.micro_batch", 2 * micro_batch, "more work per kernel"))
     return tuple(changes) or (Change("", None, "give the GPU more work per kernel: a larger micro-batch or model"),)
 
 
 def full_memory(evidence: Evidence, *, is_gpu: bool) -> tuple[Change, ...]:
     if not is_gpu:
-        readers = int(_number(evidence, "trainer.readers") or 0)
+        readers = _count(evidence, "trainer.readers")
         if readers > 1:
             return (Change("trainer.readers", readers // 2, f"each reading process has its own memory, now {readers}"),)
         return (Change("", None, "use fewer workers per host, or read data from files instead of holding it"),)
     changes = []
-    micro_batch = _number(evidence, "trainer.micro_batch") or _number(evidence, "trainer.global_batch")
-    if micro_batch and micro_batch > 1:
-        half = next(size for size in range(int(micro_batch) // 2, 0, -1) if micro_batch % size == 0)
-        changes.append(Change("trainer.micro_batch", half, "less memory for activations, the same result"))
+    micro_batch = _count(evidence, "trainer.micro_batch") or _count(evidence, "trainer.global_batch")
+    if smaller := _divisor(micro_batch, micro_batch // 2):
+        changes.append(Change("trainer.micro_batch", smaller, "less memory for activations, the same result"))
     if evidence.settings.get("trainer.gradient_checkpointing") is False:
         why = "recomputes activations; for models that support it"
         changes.append(Change("trainer.gradient_checkpointing", True, why))
@@ -115,8 +116,8 @@ def full_memory(evidence: Evidence, *, is_gpu: bool) -> tuple[Change, ...]:
 def divergence(evidence: Evidence, rate: float | None) -> tuple[Change, ...]:
     """rate: the learning rate when the loss was lowest."""
     changes = []
-    name = next((name for name in _RATES if _number(evidence, name)), None)
-    rate = rate if name is None else _number(evidence, name)
+    name = next((name for name in _RATES if is_number(evidence.settings.get(name))), None)
+    rate = rate if name is None else float(evidence.settings[name])
     if rate:
         lower, why = float(f"{rate / 3:.2g}"), f"a third of {rate:g}"
         changes.append(
@@ -124,11 +125,17 @@ def divergence(evidence: Evidence, rate: float | None) -> tuple[Change, ...]:
         )
     if evidence.settings.get("trainer.max_grad_norm") is None:
         changes.append(Change("trainer.max_grad_norm", 1.0, "clips gradients; none are clipped now"))
-    if not _number(evidence, "trainer.warmup_steps"):
+    if not _count(evidence, "trainer.warmup_steps"):
         changes.append(Change("trainer.warmup_steps", 100, "begins with a small learning rate"))
     return tuple(changes)
 
 
-def _number(evidence: Evidence, name: str) -> float | None:
+def _count(evidence: Evidence, name: str) -> int:
+    """An integer setting; 0 if it is not given."""
     value: Any = evidence.settings.get(name)
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return value if is_count(value) else 0
+
+
+def _divisor(count: int, most: int) -> int:
+    """The largest divisor of `count` up to `most`; 0 without one."""
+    return next((size for size in range(min(most, MAX_TRIED), 0, -1) if count % size == 0), 0)

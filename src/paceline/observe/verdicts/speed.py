@@ -74,7 +74,7 @@ def unbalanced(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
     parts = [part.waiting for part in evidence.parts if part.waiting is not None]
     if len(parts) < 2 or fmean(parts) < limits.unbalanced or next(slow_workers(evidence, limits), None):
         return
-    part, num_steps = fmean(parts), lines[-1].step - lines[0].since_step
+    part, num_steps = fmean(parts), max(lines[-1].step - lines[0].since_step, 1)
     count = sum(each.micro_batches for each in evidence.parts) / num_steps / len(parts)
     text = f"the workers wait for one another {part:.0%} of the time, though none of them is slow for long; "
     text += f"a step has {count:.3g} micro-batches per worker"

@@ -10,9 +10,10 @@ export const count = value => (isNumber(value) ? grouped.format(Math.round(value
 
 export const counted = (value, what) => `${count(value)} ${what}${value === 1 ? "" : "s"}`;
 
-/** Four significant digits. */
+/** Four significant digits. value: a number, or its name if JSON has none for it. */
 export function num(value) {
   if (value === null || value === undefined) return MISSING;
+  value = Number(value);
   if (!Number.isFinite(value)) return Number.isNaN(value) ? "NaN" : value > 0 ? "∞" : "−∞";
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e7))

@@ -180,9 +180,13 @@ export class RunPage {
         },
         checkpoints: ({checkpoints}) => this.checkpoints.show(checkpoints),
         restart: () => this.#restart(),
-        gone: () => this.onstate("the run's folder is gone"),
+        gone: () => {
+          this.#offsets = null; // nothing to follow
+          this.follow();
+          this.onstate("the run's folder is gone");
+        },
       },
-      isConnected => this.onstate(isConnected ? "" : "no connection to the server; trying again")
+      this.onstate
     );
   }
 

@@ -26,7 +26,15 @@ const TITLES = new Map([
 ]);
 /** The words for a metric, also of an evaluation. */
 export const titleOf = name => TITLES.get(name) ?? (name.startsWith("eval/") ? `evaluation ${name.slice(5)}` : name);
-export const unitOf = name => UNITS.get(name) ?? "";
+
+/** How a metric is drawn: options of a panel. */
+export const looksOfPlot = name => ({
+  unit: UNITS.get(name) ?? "",
+  format: name === "efficiency" ? percent : name.endsWith("_per_s") ? tick : num,
+  bounds: name === "efficiency" ? [0, 1] : null,
+  canLog: name !== "efficiency" && name !== "shares",
+  className: name === "loss" ? "wide" : "",
+});
 
 /** Above the lanes: the loss, and the first of these that there is. */
 const LEAD = ["efficiency", "samples_per_s"];
@@ -91,11 +99,7 @@ export class RunPlots {
 
   #makePanel(group) {
     const panel = new Panel(this.board, titleOf(group), () => this.#lines(group), {
-      unit: unitOf(group),
-      format: group === "efficiency" ? percent : group.endsWith("_per_s") ? tick : num,
-      bounds: group === "efficiency" ? [0, 1] : null,
-      canLog: group !== "efficiency" && group !== "shares",
-      className: group === "loss" ? "wide" : "",
+      ...looksOfPlot(group),
       height: 230,
       marks: () => this.marks(),
       onpoint: (event, area) =>

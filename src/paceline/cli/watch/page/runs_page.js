@@ -4,11 +4,10 @@ import {Board} from "./board.js";
 import {Curves} from "./curves.js";
 import {Differences} from "./differences.js";
 import {el, section, setText, showList} from "./dom.js";
-import {num, percent, tick} from "./format.js";
 import {curveColor, curveDash} from "./palette.js";
 import {Panel} from "./panel.js";
 import {FIRST_REFINEMENT_MS, MAX_REFINEMENT_MS} from "./run_page.js";
-import {titleOf, unitOf} from "./run_plots.js";
+import {looksOfPlot, titleOf} from "./run_plots.js";
 import {RunsTable} from "./runs_table.js";
 import {Tools} from "./tools.js";
 
@@ -76,7 +75,7 @@ export class RunsPage {
         ["every", this.board.pace.interval_s],
       ],
       {runs: changes => this.#change(changes)},
-      isConnected => this.onstate(isConnected ? "" : "no connection to the server; trying again")
+      this.onstate
     );
   }
 
@@ -220,12 +219,8 @@ export class RunsPage {
 
   #makePanel(name) {
     const panel = new Panel(this.board, titleOf(name), () => this.#lines(name), {
-      format: name === "efficiency" ? percent : name.endsWith("_per_s") ? tick : num,
+      ...looksOfPlot(name),
       height: 260,
-      canLog: name !== "efficiency",
-      bounds: name === "efficiency" ? [0, 1] : null,
-      className: name === "loss" ? "wide" : "",
-      unit: unitOf(name),
       isCompact: name !== "loss",
     });
     this.#panels.set(name, panel);

@@ -3,6 +3,7 @@
 import {choice, el, setClass, setStyle, setText, showList} from "./dom.js";
 import {count, duration, MISSING, moment, num, percent, rate} from "./format.js";
 import {curveColor} from "./palette.js";
+import {number} from "./source.js";
 import {showState, stateChip} from "./summary.js";
 
 const PAGE_ROWS = 200;
@@ -13,8 +14,8 @@ const COLUMNS = [
   ["name", "run", run => run.name.toLowerCase()],
   ["state", "state", run => run.state],
   ["step", "step", run => run.step],
-  ["loss", "loss", run => run.loss, run => num(run.loss)],
-  ["eval", "eval/loss", evalLoss, run => num(evalLoss(run))],
+  ["loss", "loss", run => number(run.loss), run => num(run.loss)],
+  ["eval", "eval/loss", run => number(evalLoss(run)), run => num(evalLoss(run))],
   ["rate", "throughput", run => run.samples_per_s, run => rate(run.samples_per_s)],
   ["workers", "workers", run => run.num_workers, run => (run.num_workers ? count(run.num_workers) : MISSING)],
   ["time", "trained", run => run.time_s, run => duration(run.time_s)],
@@ -122,9 +123,9 @@ export class RunsTable {
     const compare = (a, b) => {
       const x = column[2](a),
         y = column[2](b),
-        isMissing = value => value === null || (Number.isNaN(Number(value)) && typeof value !== "string");
+        isMissing = value => value === null || Number.isNaN(value);
       if (isMissing(x) || isMissing(y)) return isMissing(x) - isMissing(y); // always last
-      return sign * (typeof x === "string" ? x.localeCompare(y) : Number(x) - Number(y));
+      return sign * (typeof x === "string" ? x.localeCompare(y) : x - y);
     };
     return this.runs
       .filter(run => (!state || run.state === state) && (!this.found || this.found.has(run.id)))

@@ -2,6 +2,9 @@
 
 const exported = document.getElementById("paceline-data");
 
+const LOST = "no connection to the server; trying again",
+  REFUSED = "the server refused the connection: open the address that paceline watch printed";
+
 export function openSource() {
   return exported ? new ExportedSource(JSON.parse(exported.textContent)) : new LiveSource();
 }
@@ -29,7 +32,7 @@ export class LiveSource {
     );
   }
 
-  /** handlers: by the name of the event. onstate(isConnected). Returns a function that closes the stream. */
+  /** handlers: by the name of the event. onstate(what is wrong, "" if nothing is). Returns a function that closes the stream. */
   stream(query, handlers, onstate) {
     const events = new EventSource(address("/api/stream", query));
     for (const [name, handle] of Object.entries(handlers)) {
@@ -39,8 +42,8 @@ export class LiveSource {
         handle(data);
       });
     }
-    events.onopen = () => onstate(true);
-    events.onerror = () => onstate(false);
+    events.onopen = () => onstate("");
+    events.onerror = () => onstate(events.readyState === EventSource.CLOSED ? REFUSED : LOST);
     return () => events.close();
   }
 
