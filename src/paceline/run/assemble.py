@@ -250,7 +250,7 @@ def _averaging(
     if strategy.first_step == 0:
         return averaging()
     before = _gradients(config, replica, communicator, max_micro_batches)
-    first = GradientsFirst(before, averaging, strategy.first_step)
+    first = GradientsFirst(before, averaging, strategy.first_step, events)
     return cast("GradientExchange", first)  # forwards to one
 
 
