@@ -128,7 +128,7 @@ class PieceAverage(WeightAverage):
             if plain_name(name) not in self._names:
                 self._names.append(plain_name(name))
                 self._parameters.append(parameter)
-                for view in map(division.view_of, division.own_pieces(parameter)):
+                for view in [piece.weights for piece in division.own_pieces(parameter)]:
                     self._pieces.averages[view] = view.to(_average_dtype(view), copy=True)
 
     @torch.no_grad()
@@ -164,7 +164,7 @@ class PieceAverage(WeightAverage):
         for name, parameter in zip(self._names, self._parameters, strict=True):
             for piece in division.own_pieces(parameter):
                 part = part_of({AVERAGE: state[name]}, parameter, piece, division)
-                self._pieces.averages[division.view_of(piece)].copy_(part[AVERAGE])
+                self._pieces.averages[piece.weights].copy_(part[AVERAGE])
 
 
 def average_of(replica: Replica, decay: float) -> WeightAverage:
