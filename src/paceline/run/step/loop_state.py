@@ -30,7 +30,7 @@ def load_state(loop: Loop, state: Mapping[str, Any]) -> None:
         loop.replica.set_trained(state["trained"])
         if loop.replica.has_changed():
             loop.replica.take_changes()
-            loop.use_parameters([])
+            loop.parameter_changes.use()
     loop.exchange.load_state_dict(state["exchange"])
     if state["num_workers"] == loop.world.size:
         loop.planner.load_state_dict(state["planner"])

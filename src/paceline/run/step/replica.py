@@ -94,14 +94,20 @@ class Replica:
 
     def set_learning_rate(self, rate: float, group: int = -1) -> None:
         """group: counted over all optimizers; -1 for all groups."""
-        groups = [each for optimizer in self.optimizers for each in optimizer.param_groups]
-        if not -1 <= group < len(groups):
-            raise ValueError(f"group={group}: the optimizers have {len(groups)} parameter groups, counted from 0")
-        for each in groups if group < 0 else [groups[group]]:
+        for each in self.groups_for(rate, group):
             if isinstance(each["lr"], torch.Tensor):
                 each["lr"].fill_(rate)
             else:
                 each["lr"] = rate
+
+    def groups_for(self, rate: float, group: int) -> list[dict[str, Any]]:
+        """The parameter groups that get this learning rate; see `set_learning_rate`."""
+        groups = [each for optimizer in self.optimizers for each in optimizer.param_groups]
+        if not -1 <= group < len(groups):
+            raise ValueError(f"group={group}: the optimizers have {len(groups)} parameter groups, counted from 0")
+        if not 0 <= rate < math.inf:
+            raise ValueError(f"lr={rate}: choose a finite number >= 0")
+        return groups if group < 0 else [groups[group]]
 
     def digest(self) -> int:
         """Of everything that must be equal on all workers: hyper-parameters and trained parameters. Below 2**48."""
@@ -192,28 +198,26 @@ class Replica:
         self._check_parameters(self._device)
         return [p for p in parameters.values() if id(p) not in known]
 
+    def parameters_by_name(self) -> dict[str, torch.Tensor]:
+        """All parameters, frozen ones too, by their names in the plain model."""
+        return {plain_name(name): p for name, p in named_parameters(self.model).items()}
+
     def names_to_train(self) -> list[str]:
-        """The names, in the plain model, of the parameters that the next step trains."""
-        return [plain_name(name) for name, p in named_parameters(self.model).items() if p.requires_grad]
+        """The names of the parameters that the next step trains."""
+        return [name for name, p in self.parameters_by_name().items() if p.requires_grad]
 
     def names_of(self, parameters: Sequence[torch.Tensor]) -> list[str]:
-        """The names in the plain model."""
-        names = {id(p): plain_name(name) for name, p in named_parameters(self.model).items()}
+        names = {id(p): name for name, p in self.parameters_by_name().items()}
         return [names[id(p)] for p in parameters]
 
-    def parameters_named(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Parameters by their names in the plain model, in the given order."""
-        parameters = {plain_name(name): p for name, p in named_parameters(self.model).items()}
-        return {name: parameters[name] for name in names}
-
     def group_names(self) -> list[list[list[str]]]:
-        """The names of the parameters in the plain model, by optimizer and group."""
-        names = {id(p): plain_name(name) for name, p in named_parameters(self.model).items()}
+        """The names of the parameters, by optimizer and group."""
+        names = {id(p): name for name, p in self.parameters_by_name().items()}
         return [[[names.get(id(p), "") for p in group["params"]] for group in o.param_groups] for o in self.optimizers]
 
     def add_groups(self, saved: Sequence[Sequence[Sequence[str]]]) -> None:
         """Add the parameter groups that a saved run had added after its set-up."""
-        parameters = {plain_name(name): p for name, p in named_parameters(self.model).items()}
+        parameters = self.parameters_by_name()
         for optimizer, groups, own in zip(self.optimizers, saved, self.group_names(), strict=False):
             if [list(group) for group in groups[: len(own)]] != own:
                 continue
@@ -222,10 +226,10 @@ class Replica:
                     optimizer.add_param_group({"params": [parameters[name] for name in group]})
 
     def set_trained(self, names: Sequence[str]) -> None:
-        """Train the parameters with these names in the plain model, and freeze all others."""
-        for name, parameter in named_parameters(self.model).items():
+        """Train the parameters with these names, and freeze all others."""
+        for name, parameter in self.parameters_by_name().items():
             if parameter.is_floating_point():
-                parameter.requires_grad_(plain_name(name) in names)
+                parameter.requires_grad_(name in names)
 
     def has_changed(self) -> bool:
         """Whether parameters were frozen, unfrozen, or added by `add_param_group` since they were last noted."""
