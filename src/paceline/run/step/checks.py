@@ -54,7 +54,7 @@ class Agreement:
 
     def _explain(self) -> None:
         """Raise an error that names the difference. All workers have seen it and take part."""
-        own = {"hyper-parameters": self._hyper_parameters(), "trained": list(self._replica.trained_names)}
+        own = {"hyper-parameters": self._hyper_parameters(), "trained": list(self._replica.parameters)}
         everybody = [json.loads(text) for text in gather(json.dumps(own), self._communicator)]
         first = everybody[0]
         for rank, other in enumerate(everybody):

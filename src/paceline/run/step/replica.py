@@ -77,7 +77,6 @@ class Replica:
         self.pieces: PieceOptimizers | None = None  # where the optimizers' state is divided among the workers
         self._num_parameters = _count_parameters(self.optimizers)
         self._is_stepping = False
-        self._digest, self._digested, self._digested_names = 0, list[Any](), tuple[str, ...]()
         self._guards = [each.register_step_pre_hook(self._refuse_foreign_step) for each in self.optimizers]
         seen = only_or_all(self.optimizers)
         self.schedulers: list[Any] = (
@@ -116,13 +115,13 @@ class Replica:
             for group in optimizer.param_groups:
                 values += group.values()
         is_same = len(values) == len(self._digested) and all(map(operator.is_, values, self._digested))
-        if self._digested_names is not self.trained_names or not is_same or torch.Tensor in map(type, values):
-            self._digested, self._digested_names = values, self.trained_names  # a tensor may change in place
-            shapes = [f"{tuple(p.shape)} {p.dtype}" for p in self.parameters.values()]
+        if not is_same or torch.Tensor in map(type, values):  # a tensor may change in place
+            self._digested = values
             groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
             plain = [[plain_value(value) for key, value in group.items() if key != "params"] for group in groups]
-            text = json.dumps([self.trained_names, shapes, plain])
-            self._digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
+            total = self._hash_of_parameters.copy()  # a scheduler changes a rate in every step, and no parameter
+            total.update(json.dumps(plain).encode())
+            self._digest = int.from_bytes(total.digest(), "big")
         return self._digest
 
     def step_optimizers(self) -> None:
@@ -248,7 +247,9 @@ class Replica:
     def _note_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self._trained = list(self.parameters.values())
-        self.trained_names = tuple(self.parameters)  # the same tuple object until they change
+        described = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self.parameters.items()]
+        self._hash_of_parameters = hashlib.blake2b(json.dumps(described).encode(), digest_size=6)
+        self._digest, self._digested = 0, list[Any]()  # the hyper-parameters at the last digest
         self._frozen = [p for p in parameters.values() if not p.requires_grad]
 
     def _check_parameters(self, device: torch.device) -> None:

@@ -76,7 +76,7 @@ class CompressedGradients(MeanGradients):
                 # A step that is not finite is skipped: fp16 overflowed.
                 is_finite = torch.stack([sums.flat.sum().isfinite() for sums in self._sums]).all()
                 for names, residual in self._residuals.items():
-                    residual.copy_(torch.where(is_finite, self._next_residuals[names], residual))
+                    self._residuals[names] = torch.where(is_finite, self._next_residuals[names], residual)
         return numbers
 
     def state_dict(self) -> dict[str, Any]:
