@@ -249,7 +249,8 @@ class Replica:
         self._trained = list(self.parameters.values())
         described = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self.parameters.items()]
         self._hash_of_parameters = hashlib.blake2b(json.dumps(described).encode(), digest_size=6)
-        self._digest, self._digested = 0, list[Any]()  # the hyper-parameters at the last digest
+        self._digest = 0
+        self._digested: list[Any] = []  # the hyper-parameters at that time
         self._frozen = [p for p in parameters.values() if not p.requires_grad]
 
     def _check_parameters(self, device: torch.device) -> None:
