@@ -42,6 +42,8 @@ class Replica:
     """Built from the user's parts, on this worker's device, with the weights of rank 0."""
 
     _has_closed: ClassVar[bool] = False  # in this process, since the last full collection here
+    _digest: int
+    _digested: list[Any]  # the hyper-parameters at that time
 
     def __init__(
         self,
@@ -249,8 +251,7 @@ class Replica:
         self._trained = list(self.parameters.values())
         described = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self.parameters.items()]
         self._hash_of_parameters = hashlib.blake2b(json.dumps(described).encode(), digest_size=6)
-        self._digest = 0
-        self._digested: list[Any] = []  # the hyper-parameters at that time
+        self._digest, self._digested = 0, []
         self._frozen = [p for p in parameters.values() if not p.requires_grad]
 
     def _check_parameters(self, device: torch.device) -> None:
