@@ -664,6 +664,30 @@ def test_a_slow_links_run_that_is_resumed_measures_steps_of_its_own(tmp_path: Pa
         assert step_ms > 0.01
 
 
+def test_the_loss_scale_is_each_workers_own(tmp_path: Path, pool: WorkerPool) -> None:
+    """fp16 overflows on one worker, before a checkpoint."""
+
+    def train(root: Path, resume: Path | None = None) -> tuple[str, float]:
+        settings = {"global_batch": 8, "micro_batch": 2, "strategy": pl.Averaging(every=2), "precision": "fp16"}
+        settings |= {"balancing": pl.Balancing(shares="equal")}
+        checkpoints = pl.Checkpoints(
+            root, every_steps=4, keep_last=None, check_replicas="full", resume=resume or "auto"
+        )
+        with pl.Trainer.setup(mlp, sgd, data=(X, Y), checkpoints=checkpoints, **settings) as trainer:
+            for epoch in trainer.epochs(2, max_steps=10):
+                for batch in epoch:
+                    with trainer.autocast():
+                        loss = loss_of(trainer.model, batch)
+                    has_overflow = trainer.world.rank == 1 and trainer.position.step in (2, 3)
+                    trainer.backward(loss * (1e6 if has_overflow else 1.0))
+                    trainer.step()
+            return digest(trainer.model.state_dict()), trainer.run.loop.loss_scale.value
+
+    first, second = pool.run(train, 2, tmp_path / "a")
+    assert first[1] > second[1]
+    assert pool.run(train, 2, tmp_path / "b", tmp_path / "a" / "step-00000004") == [first, second]
+
+
 def test_gradients_are_exchanged_in_the_runs_first_steps_not_in_those_of_each_start(
     tmp_path: Path, pool: WorkerPool
 ) -> None:

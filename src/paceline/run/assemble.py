@@ -155,8 +155,11 @@ def assemble(
             config, communicator, replica, exchange, feed, planner, events, checkpointer, average, recorder, gc_policy
         )
         checkpointer.load_loop(loop)
-        if checkpoints is not None and getattr(config.strategy, "compress", None) == "sparse":
-            checkpointer.register("residuals", residuals, Pattern.PER_RANK)
+        if checkpoints is not None:
+            if getattr(config.strategy, "compress", None) == "sparse":
+                checkpointer.register("residuals", residuals, Pattern.PER_RANK)
+            if loop.loss_scale is not None and isinstance(config.strategy, Averaging):
+                checkpointer.register("loss_scale", loop.loss_scale, Pattern.PER_RANK)
         rejoining = None
         if isinstance(communicator, ElasticCommunicator):
             rejoining = Rejoining(communicator, loop, checkpointer, average, events, config.optimization)
