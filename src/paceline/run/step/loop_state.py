@@ -12,12 +12,12 @@ from paceline.run.step.record import StepRecord
 
 def state_of(loop: Loop) -> dict[str, Any]:
     """The position, and all state of the next step besides weights and optimizers, equal on all workers."""
-    has_common_scale = loop.loss_scale is not None and loop.exchange.averages is None
+    scale = loop.loss_scale if loop.exchange.averages is None else None  # else each worker has its own
     return {
         "position": loop.position.to_dict(),
         "trained": loop.replica.names_to_train(),
         "groups": loop.replica.group_names(),
-        "loss_scale": loop.loss_scale.state_dict() if has_common_scale else None,
+        "loss_scale": None if scale is None else scale.state_dict(),
         "exchange": loop.exchange.state_dict(),
         "num_workers": loop.world.size,
         "planner": loop.planner.state_dict(),
