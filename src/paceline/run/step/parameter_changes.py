@@ -55,6 +55,6 @@ class ParameterChanges:
             share_weights(replica.model, replica.parameters, communicator)
         self._exchange.set_parameters(replica.parameters, Buffers(replica.model, communicator))
         if self._average is not None:
-            self._average.set_parameters(replica)
+            self._average.add(replica.parameters)
         for hook in self._hooks.of_parameters:
             hook()

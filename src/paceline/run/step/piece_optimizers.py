@@ -37,11 +37,11 @@ def needs_whole_parameters(optimizer: torch.optim.Optimizer) -> bool:
         return False
     if declared == "parameters" or (is_torchs and kind.__name__ in BY_PARAMETER):
         return True
-    why = "it is not known whether its parts are independent"
     raise ValueError(
-        f"the state of {kind.__name__} cannot be divided among the workers: {why}. Leave shard= out, choose one of "
-        f"torch.optim's {', '.join((*ELEMENTWISE, *BY_PARAMETER))}, or, in your own optimizer, set the class attribute "
-        f"{DECLARATION} = 'elements' if elements are updated independently, or 'parameters' if parameters are"
+        f"the state of {kind.__name__} cannot be divided among the workers: it is not known whether its parts are "
+        f"independent. Leave shard= out, choose one of torch.optim's {', '.join((*ELEMENTWISE, *BY_PARAMETER))}, or, "
+        f"in your own optimizer, set the class attribute {DECLARATION} = 'elements' if elements are updated "
+        "independently, or 'parameters' if parameters are"
     )
 
 
