@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fuzz_parts import BATCH_NORMS, BY_MICRO_BATCH, MODELS, OPTIMIZERS, SCHEDULERS
@@ -54,6 +54,7 @@ class Program:
     end_epoch_every: int | None  # trainer.end_epoch() after every so many steps
     break_every: int | None  # the same by `break`, on one worker
     segments: tuple[Segment, ...]
+    shard: str | None
 
     @property
     def global_batch(self) -> int:
@@ -83,6 +84,7 @@ class Program:
             "feed": repr(self.feed) if self.feed != "sharded" else None,
             "resident": self.resident or None,
             "ema": self.ema,
+            "shard": repr(self.shard) if self.shard else None,
             "seed": self.number,
             "checkpoints": "pl.Checkpoints(folder)" if len(self.segments) > 1 else None,
         }
@@ -179,7 +181,7 @@ def draw(number: int) -> Program:
     end_epoch_every = maybe(rng.randint(1, 3), 0.1)
     segments = _segments(rng, total)
     break_every = maybe(rng.randint(1, 3), 0.3) if len(segments) == 1 and segments[0].num_workers == 1 else None
-    return Program(
+    program = Program(
         number=number,
         model=model,
         optimizer=rng.choice(OPTIMIZERS),
@@ -207,7 +209,10 @@ def draw(number: int) -> Program:
         end_epoch_every=end_epoch_every,
         break_every=None if end_epoch_every else break_every,
         segments=segments,
+        shard=None,
     )
+    may_be_divided = not program.halves_gradients and program.optimizer != "Damped"
+    return replace(program, shard=maybe(rng.choice(["optimizer", "gradients"]), 0.4) if may_be_divided else None)
 
 
 def _segments(rng: random.Random, num_steps: int) -> tuple[Segment, ...]:

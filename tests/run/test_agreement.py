@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,9 @@ from torch import nn
 from worker_pool import WorkerPool, WorkersFailed
 
 import paceline as pl
+from paceline.comm.single import SingleCommunicator
+from paceline.core.world import World
+from paceline.run.step import replica
 
 X = torch.randn(24, 6, generator=torch.Generator().manual_seed(0))
 
@@ -205,3 +210,27 @@ def test_fp16_without_the_trainers_backward_is_refused(pool: WorkerPool) -> None
         program()
     with pytest.raises(WorkersFailed, match=message):
         pool.run(program, 2)
+
+
+def test_a_rate_that_changes_in_every_step_describes_no_parameter_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 300 parameters that took a millisecond per step."""
+    lengths: list[int] = []
+
+    def dumps(value: Any) -> str:
+        text = json.dumps(value)
+        lengths.append(len(text))
+        return text
+
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(50)])
+    alone = SingleCommunicator(World(device=torch.device("cpu")))
+    own = replica.Replica(model, lambda parameters: torch.optim.AdamW(parameters), None, alone, seed=0)
+    monkeypatch.setattr(replica, "json", SimpleNamespace(dumps=dumps))
+    digests = []
+    for rate in (0.1, 0.2, 0.2, 0.1):
+        own.set_learning_rate(rate)
+        digests.append(own.digest())
+    assert digests[0] == digests[3] != digests[1] == digests[2]
+    assert max(lengths) < 1000
+    model[0].requires_grad_(False)
+    own.take_changes()
+    assert own.digest() != digests[3]

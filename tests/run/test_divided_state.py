@@ -23,6 +23,7 @@ import paceline as pl
 from paceline.checkpoint.reader import checkpoint_at
 from paceline.errors import MisuseError, WorkerError
 from paceline.plan import sharding
+from paceline.run.step.sharded_update import Phase
 
 SEGMENT_NUMEL = 256  # small, so that the parameters of small models are cut too
 
@@ -586,3 +587,56 @@ def test_killed_and_resumed_on_other_numbers_of_workers_divided_and_whole(tmp_pa
         with pytest.raises(WorkerError, match="was killed by SIGKILL"):
             pl.launch(train_until_lost, num_workers, args=(folder, lost_at, shard))
     assert train_until_lost(folder, None, None) == expected
+
+
+def test_leaving_an_epoch_is_an_error_on_all_workers(pool: WorkerPool) -> None:
+    def leave(**settings: Any) -> str:
+        with (
+            pytest.raises(MisuseError) as caught,
+            pl.Trainer.setup(
+                mlp,
+                torch.optim.AdamW,
+                data=vectors(64),
+                global_batch=8,
+                micro_batch=2,
+                **grouped(shard="optimizer", timeout_s=20, **settings),
+            ) as trainer,
+        ):
+            for epoch in trainer.epochs(1):
+                for batch in epoch:
+                    trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
+                    trainer.step()
+                    if trainer.world.rank == 1 and trainer.position.step == 1:
+                        break
+        return str(caught.value)
+
+    for settings in ({}, {"max_grad_norm": 1.0, "exact": True}):
+        for text in pool.run(lambda settings=settings: leave(**settings), 2):
+            assert text.startswith("rank 1 left the loop of an epoch before its end")
+
+
+def test_a_step_that_is_repeated_is_not_completed_after_a_loss(pool: WorkerPool) -> None:
+    """Its update was agreed on before its sums turned out not to fit their grids."""
+
+    def phases() -> list[Phase]:
+        found = []
+        with pl.Trainer.setup(
+            mlp,
+            torch.optim.AdamW,
+            data=vectors(64),
+            global_batch=8,
+            micro_batch=2,
+            **grouped(shard="optimizer", redundancy=2, exact=True, shares="equal"),
+        ) as trainer:
+            update: Any = trainer.run.loop.update
+            update.resolver = object()  # workers agree, as where they may be lost
+            for batch in next(trainer.epochs(1)):
+                if trainer.is_repeating:
+                    found.append(update.phase)
+                factor = 1e9 if trainer.position.step == 3 else 1.0
+                trainer.backward(factor * functional.cross_entropy(trainer.model(batch.x), batch.y))
+                trainer.step()
+        return found
+
+    for found in pool.run(phases, 2):
+        assert set(found) == {Phase.NONE}

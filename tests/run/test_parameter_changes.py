@@ -125,6 +125,29 @@ def test_a_change_on_some_workers_only_is_refused_by_all(pool: WorkerPool) -> No
         pool.run(partial(train, "freeze", "body", shares=[1.0, 0.0]), 2)
 
 
+def test_averaging_refuses_parameters_that_are_trained_later(pool: WorkerPool) -> None:
+    """Each worker would train them on its own. Those that are frozen are averaged as they are."""
+
+    def change(is_trained_first: bool) -> int:
+        def build() -> Growing:
+            model = Growing()
+            model.blocks.requires_grad_(is_trained_first)
+            return model
+
+        with pl.Trainer.setup(
+            build, optimizer_of, data=X, global_batch=8, micro_batch=2, strategy=pl.Averaging(every=2)
+        ) as trainer:
+            trainer.every(2, lambda _: trainer.model.blocks.requires_grad_(not is_trained_first))
+            for batch in next(trainer.epochs(1)):
+                trainer.backward(trainer.model(batch))
+                trainer.step()
+        return trainer.position.step
+
+    with pytest.raises(WorkersFailed, match=r"parameter 'blocks\.0\.weight' is trained now and was not at the set-up"):
+        pool.run(change, 2, False)
+    assert pool.run(change, 2, True) == [4, 4]
+
+
 def test_new_parameters_have_the_values_of_rank_0(pool: WorkerPool) -> None:
     def program() -> str:
         def grow(record: pl.StepRecord) -> None:

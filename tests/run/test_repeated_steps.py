@@ -96,3 +96,24 @@ def test_an_update_that_is_queued_early_is_a_no_op_where_the_step_is_repeated(
     assert run(burst_at, factor, torch.optim.AdamW) == usual
     assert flags.count(0.0) == 10
     assert flags[3] == (burst_at is not None)
+
+
+def test_a_rate_that_the_loop_sets_once_counts_where_that_step_is_repeated() -> None:
+    def rates(factor: float) -> tuple[list[float], int]:
+        seen: list[float] = []
+        num_repeated = 0
+        with pl.Trainer.setup(
+            lambda: nn.Linear(6, 1), sgd, data=X, global_batch=8, micro_batch=2, exact=True
+        ) as trainer:
+            trainer.every(1, lambda record: seen.append(record.lr))
+            for batch in next(trainer.epochs(1)):
+                is_burst = trainer.position.step == 2
+                num_repeated += trainer.is_repeating
+                if is_burst and not trainer.is_repeating:
+                    trainer.set_lr(0.5)
+                trainer.backward(trainer.model(batch).square().mean() * (factor if is_burst else 1.0))
+                trainer.step()
+        return seen, num_repeated
+
+    assert rates(1.0) == ([1e-3, 1e-3, 0.5, 0.5, 0.5], 0)
+    assert rates(1e9) == ([1e-3, 1e-3, 0.5, 0.5, 0.5], 4)

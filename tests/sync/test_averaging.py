@@ -8,6 +8,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -641,6 +642,69 @@ def test_a_slow_link_is_measured_and_the_choice_is_the_same_on_all_workers(
     [choice] = first[0]
     assert (choice["every"], choice["compress"], choice["fragments"]) == (32, "int4", 8)  # nothing is slow here
     assert re.match("averaging every 32 steps in int4, in 8 parts: a step takes .* Mbit/s per worker", choice["reason"])
+
+
+def test_a_slow_links_run_that_is_resumed_measures_steps_of_its_own(tmp_path: Path, pool: WorkerPool) -> None:
+    """It stopped after the first of the steps that are measured."""
+
+    def reasons(max_steps: int) -> list[str]:
+        events: list[pl.reports.Event] = []
+        settings = {"global_batch": 8, "micro_batch": 2, "strategy": "slow link"}
+        with pl.Trainer.setup(mlp, sgd, data=(X, Y), checkpoints=pl.Checkpoints(tmp_path), **settings) as trainer:
+            trainer.listen(events.append)
+            for epoch in trainer.epochs(2, max_steps=max_steps):
+                for batch in epoch:
+                    trainer.backward(loss_of(trainer.model, batch))
+                    trainer.step()
+        return [event.details["reason"] for event in events if event.name == "averaging"]
+
+    assert pool.run(reasons, 2, 2) == [[], []]
+    for (reason,) in pool.run(reasons, 2, 8):
+        (step_ms,) = map(float, re.findall("a step takes (.*) ms", reason))
+        assert step_ms > 0.01
+
+
+def test_the_loss_scale_is_each_workers_own(tmp_path: Path, pool: WorkerPool) -> None:
+    """fp16 overflows on one worker, before a checkpoint."""
+
+    def train(root: Path, resume: Path | None = None) -> tuple[str, float]:
+        settings = {"global_batch": 8, "micro_batch": 2, "strategy": pl.Averaging(every=2), "precision": "fp16"}
+        settings |= {"balancing": pl.Balancing(shares="equal")}
+        checkpoints = pl.Checkpoints(
+            root, every_steps=4, keep_last=None, check_replicas="full", resume=resume or "auto"
+        )
+        with pl.Trainer.setup(mlp, sgd, data=(X, Y), checkpoints=checkpoints, **settings) as trainer:
+            for epoch in trainer.epochs(2, max_steps=10):
+                for batch in epoch:
+                    with trainer.autocast():
+                        loss = loss_of(trainer.model, batch)
+                    has_overflow = trainer.world.rank == 1 and trainer.position.step in (2, 3)
+                    trainer.backward(loss * (1e6 if has_overflow else 1.0))
+                    trainer.step()
+            return digest(trainer.model.state_dict()), trainer.run.loop.loss_scale.value
+
+    first, second = pool.run(train, 2, tmp_path / "a")
+    assert first[1] > second[1]
+    assert pool.run(train, 2, tmp_path / "b", tmp_path / "a" / "step-00000004") == [first, second]
+
+
+def test_gradients_are_exchanged_in_the_runs_first_steps_not_in_those_of_each_start(
+    tmp_path: Path, pool: WorkerPool
+) -> None:
+    def exchanged(max_steps: int) -> list[bool]:
+        seen: list[bool] = []
+        settings = {"global_batch": 8, "micro_batch": 2, "strategy": pl.Averaging(every=4, first_step=3)}
+        with pl.Trainer.setup(mlp, sgd, data=(X, Y), checkpoints=pl.Checkpoints(tmp_path), **settings) as trainer:
+            trainer.every(1, lambda record: seen.append(record.is_exchanged))
+            for epoch in trainer.epochs(3, max_steps=max_steps):
+                for batch in epoch:
+                    trainer.backward(loss_of(trainer.model, batch))
+                    trainer.step()
+        return seen
+
+    assert exchanged(2) == [True] * 2  # a worker that is alone averages nothing
+    assert pool.run(exchanged, 2, 4) == [[True, False]] * 2
+    assert pool.run(exchanged, 2, 6) == [[False, False]] * 2
 
 
 @pytest.mark.parametrize("num_samples", [64, 16])  # with 16, epochs end before the link is measured

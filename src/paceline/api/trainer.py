@@ -508,7 +508,7 @@ class Trainer:
 
     def report(self) -> Report:
         """How the workers spent their time so far; print it for a table."""
-        return self._loop.report()
+        return self._loop.times.report()
 
     def evaluate(
         self, data: Any, eval_fn: Callable[[Any, Any], Any], *, micro_batch: int | None = None, collate_fn: Any = None

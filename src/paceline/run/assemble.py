@@ -155,8 +155,11 @@ def assemble(
             config, communicator, replica, exchange, feed, planner, events, checkpointer, average, recorder, gc_policy
         )
         checkpointer.load_loop(loop)
-        if checkpoints is not None and getattr(config.strategy, "compress", None) == "sparse":
-            checkpointer.register("residuals", residuals, Pattern.PER_RANK)
+        if checkpoints is not None:
+            if getattr(config.strategy, "compress", None) == "sparse":
+                checkpointer.register("residuals", residuals, Pattern.PER_RANK)
+            if loop.loss_scale is not None and isinstance(config.strategy, Averaging):
+                checkpointer.register("loss_scale", loop.loss_scale, Pattern.PER_RANK)
         rejoining = None
         if isinstance(communicator, ElasticCommunicator):
             rejoining = Rejoining(communicator, loop, checkpointer, average, events, config.optimization)
@@ -250,7 +253,7 @@ def _averaging(
     if strategy.first_step == 0:
         return averaging()
     before = _gradients(config, replica, communicator, max_micro_batches)
-    first = GradientsFirst(before, averaging, strategy.first_step)
+    first = GradientsFirst(before, averaging, strategy.first_step, events)
     return cast("GradientExchange", first)  # forwards to one
 
 

@@ -122,7 +122,7 @@ class Monitor:
         """Write the last step, the time report, a plot, and the result of the project's `after`."""
         self.log_newest()
         if self._run.loop.last_record is not None:  # else nothing was left to do: keep the report of the start before
-            report = asdict(self._run.loop.report())
+            report = asdict(self._run.loop.times.report())
             with attempt(self._files.report):
                 write_json(self._files.report, report)
         self._draw()

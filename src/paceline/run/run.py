@@ -97,7 +97,7 @@ class Run:
     def check_between_steps(self, call: str, advice: str = "") -> None:
         """Raise MisuseError inside an epoch's loop, where workers are at different micro-batches."""
         self.check_open()
-        self.loop.settle()
+        self.loop.left_epoch.settle()
         if self.loop.is_inside_epoch:
             raise MisuseError(
                 f"{call} was called inside an epoch's loop, which workers leave at different times: call it between "
@@ -111,7 +111,7 @@ class Run:
     def synchronize(self, call: str) -> None:
         """Called by all workers together. Make their replicas equal if the strategy lets them differ."""
         self.check_between_steps(call)
-        self.together(self.loop.synchronize)
+        self.together(self.loop.exchange.synchronize)
 
     def enter(self) -> None:
         """Set-up is complete: from now on the run continues if a worker is lost. Newcomers join it here."""
@@ -123,14 +123,14 @@ class Run:
         self.check_open()
         loop = self.loop
         self.enter()
-        loop.begin_next_epoch()  # if the last one was left by `break`
+        loop.left_epoch.begin_next()  # if the last one was left by `break`
         loop.max_steps = math.inf if max_steps is None else max_steps
         while not loop.is_over and (count is None or loop.position.epoch < count):
             first_step = loop.position.step
             epoch = TrainingEpoch(loop.position.epoch, self)
             yield epoch
             self.check_open()
-            if loop.begin_next_epoch():
+            if loop.left_epoch.begin_next():
                 if count is None and loop.position.step == first_step:
                     raise MisuseError(
                         f"epoch {epoch.number} was left without a step, so max_steps={max_steps} will never be "
@@ -154,7 +154,7 @@ class Run:
             if has_failed:
                 self.loop.abandon()
             else:
-                self.loop.settle()
+                self.loop.left_epoch.settle()
                 self.together(lambda: self.checkpointer.finish(self.loop))
         finally:
             self.cleanup.close()

@@ -8,7 +8,7 @@ dropped with `abandon` and repeated.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 
@@ -16,32 +16,20 @@ from paceline.plan.shares import Plan
 from paceline.sync.buffers import Buffers
 from paceline.sync.numbers import NO_MESSAGE, Numbers, WorkerMessage
 
+if TYPE_CHECKING:
+    from paceline.sync.averaging.strategy import AveragedReplicas
+
 # From a step's numbers to whether the step counts.
 Accept: TypeAlias = Callable[[Numbers], bool]
 # Queues the step's update on the device, where a flag of 1.0 makes it a no-op.
 UpdateUnless: TypeAlias = Callable[[torch.Tensor], None]
 
 
-class Averages(Protocol):
-    """The averages of a strategy in which replicas differ between two averages."""
-
-    @property
-    def num_completed(self) -> int:
-        """The averages that this worker has completed. Others may have completed one more when a worker is lost."""
-
-    @property
-    def num_unsent_steps(self) -> int:
-        """Steps since the last average: what the loss of a worker costs."""
-
-    def drop(self) -> None:
-        """The workers have changed: give up the average in flight. Its steps are part of the next one."""
-
-
 class GradientExchange(Protocol):
     """Exchanges gradients or parameters between workers. See the module's docstring for the order of the calls."""
 
     @property
-    def averages(self) -> Averages | None:
+    def averages(self) -> AveragedReplicas | None:
         """None if replicas are equal after every step."""
 
     def begin_step(self, plan: Plan, *, total_weight: int | None = None, loss_scale: float = 1.0) -> None:

@@ -119,6 +119,9 @@ def test_the_order_of_calls_is_checked() -> None:
             pl.compat.resnetimagenet.sync_buffer(state)
         with pytest.raises(pl.errors.MisuseError, match="train_step was called between sync_buffer and update"):
             pl.compat.resnetimagenet.train_step(functional.cross_entropy, state, batch, 1)
+        for lr in (-1.0, math.nan):
+            with pytest.raises(ValueError, match=f"lr={lr}: choose a finite number >= 0"):
+                pl.compat.resnetimagenet.update(state, lr=lr)
         pl.compat.resnetimagenet.update(state)
         assert state.step == 1
 

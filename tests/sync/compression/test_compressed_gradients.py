@@ -92,6 +92,64 @@ def test_a_resumed_run_goes_on_with_its_residuals(tmp_path: Path, pool: WorkerPo
     assert pool.run(ends, 2, tmp_path / "b", checkpoint) == undisturbed
 
 
+@pytest.mark.parametrize("compress", ["int8", "sparse"])
+def test_a_step_in_which_fp16_overflows_leaves_no_trace(compress: Any, pool: WorkerPool) -> None:
+    """In neither the residuals nor between the parameters of a bucket, where the encoding of one is padded."""
+
+    def skipped_and_losses() -> tuple[list[int], float, float]:
+        records: list[pl.StepRecord] = []
+        with pl.Trainer.setup(
+            mlp,
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            data=vectors(64),
+            global_batch=8,
+            micro_batch=2,
+            precision="fp16",
+            strategy=pl.Gradients(compress=compress),
+        ) as trainer:
+            trainer.every(1, records.append)
+            for epoch in trainer.epochs(4):
+                for batch in epoch:
+                    with trainer.autocast():
+                        loss = functional.cross_entropy(trainer.model(batch.x), batch.y)
+                    trainer.backward(loss * (1e6 if trainer.position.step == 2 else 1.0))
+                    trainer.step()
+        skipped = [record.step for record in records if record.is_skipped]
+        return skipped, records[0].loss, sum(record.loss for record in records[-8:]) / 8
+
+    for skipped, first, last in pool.run(skipped_and_losses, 2):
+        assert skipped == [3]
+        assert last < 0.8 * first
+
+
+def test_residuals_through_a_checkpoint_while_a_layer_is_frozen(tmp_path: Path, pool: WorkerPool) -> None:
+    """Residuals belong to the parameters that are trained, also where others were trained before."""
+
+    def train(root: Path, until: int) -> str:
+        with pl.Trainer.setup(
+            mlp,
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            data=vectors(64),
+            global_batch=8,
+            micro_batch=2,
+            strategy=pl.Gradients(compress="sparse"),
+            checkpoints=pl.Checkpoints(root),
+            balancing=pl.Balancing(shares="equal"),
+        ) as trainer:
+            trainer.every(1, lambda record: trainer.model[0].requires_grad_(not 2 < record.step < 6))
+            for epoch in trainer.epochs(2, max_steps=until):
+                for batch in epoch:
+                    trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
+                    trainer.step()
+            return digest(trainer.model.state_dict())
+
+    undisturbed = pool.run(train, 2, tmp_path / "a", 12)
+    for stop_at in (4, 8):
+        root = tmp_path / str(stop_at)
+        pool.run(train, 2, root, stop_at)
+        assert pool.run(train, 2, root, 12) == undisturbed
+
+
 def test_bad_settings() -> None:
     with pytest.raises(ValueError, match="compress='int3' is unknown: choose 'fp32', 'bf16'"):
         pl.Gradients(compress="int3")  # type: ignore[arg-type]

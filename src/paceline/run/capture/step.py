@@ -245,7 +245,7 @@ class CapturedStepFunction(StepFunction):
             self._update.was_replayed(norm[0] if norm else None)
             assert isinstance(self._exchange, DirectGradients)
             self._exchange.replayed(loss)
-        self._loop.replayed(outputs.loss)
+        self._loop.open.loss = outputs.loss
         return {name: value.clone() for name, value in outputs.scalars.items()}
 
     def _set_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:

@@ -261,8 +261,8 @@ class Rejoining:
             state = _shared(self._message() if rank == source else None, source, communicator)
             if own.needs_state_of(ahead):
                 self._load(state, is_joining=own.is_joining)
-        if loop.position.epoch < ahead.epoch:
-            loop.end_epoch_as_others()
+        if loop.position.epoch < ahead.epoch:  # this worker lost who would have told it that there is no more data
+            loop.next_epoch()
         if any(each.operations < ahead.operations and not each.is_joining for each in workers):
             result = collect.broadcast(self._result if rank == source else None, source, communicator)
             if own.operations < ahead.operations:
@@ -273,10 +273,10 @@ class Rejoining:
         # All plan from the same measurements: some workers may not have been in the previous generation.
         loop.regroup(planner, generation.previous_ranks(Generation.from_json(base)))
         unknown = (None,) * len(workers)
-        loop.regroup_report(unknown if own.is_joining else generation.previous_ranks(self._base))
+        loop.times.regroup(unknown if own.is_joining else generation.previous_ranks(self._base))
         self._base = generation
         if is_state_sent:
-            loop.check_replicas()
+            loop.replica_check.compare(loop.position.step)
 
     def _divide(self, pieces: PieceOptimizers, workers: list[_Progress], source: int) -> None:
         """Divide the optimizer's state among the workers of this generation, and send all weights to each of them."""
@@ -298,7 +298,8 @@ class Rejoining:
                 "checkpoint; a larger redundancy= survives more simultaneous losses"
             )
         self._loop.exchange.load_state_dict(exchange)  # some workers may have widened grids, to repeat the step
-        parameters = self._loop.replica.parameters_named(names)
+        known = self._loop.replica.parameters_by_name()
+        parameters = {name: known[name] for name in names}
         with nullcontext() if self._average is None else self._average.not_in_model():
             pieces.move(make_division(self._optimization, communicator), sources, parameters)
         self._divided_in = [generation, *self._divided_in[:1]]

@@ -341,7 +341,7 @@ class Checkpointer:
         if not self._writers:
             self.is_active = self._must_stop = False
             self._forget_requests()
-            loop.synchronize()
+            loop.exchange.synchronize()
             return
         self._has_failed |= self._outcome(self._writers[0], wait=True) is not None
         if self._metrics is not None or loop.position.step > self._last_step or self._has_failed_on_rank_0():
@@ -357,7 +357,7 @@ class Checkpointer:
         """Save now; from a hook, before the next step."""
         self._check_has_folder("save()")
         self._metrics = (self._metrics or {}) | {name: float(value) for name, value in metrics.items()}
-        if loop.is_in_hook:
+        if loop.hooks.is_running:
             self._agreed = max(self._agreed, Decision.SAVE)  # all workers run hooks
         else:
             self._save(loop)
@@ -412,8 +412,8 @@ class Checkpointer:
     def _write(self, writer: AsyncWriter, loop: Loop, metrics: Mapping[str, float]) -> None:
         assert self._settings is not None
         with self._run.timeline.during("checkpoint"):
-            loop.synchronize()
-            loop.check_replicas()
+            loop.exchange.synchronize()
+            loop.replica_check.compare(loop.position.step)
             components = self._states(loop, writer)
             self._check_replicated(components)
             self._poll(writer, wait=True)

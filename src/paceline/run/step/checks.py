@@ -8,6 +8,7 @@ hyper-parameters and trained parameters, and a digest of all weights is compared
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 
 import torch
@@ -17,7 +18,8 @@ from paceline.comm.messages import gather
 from paceline.core.deferred import DeferredReader
 from paceline.core.errors import MisuseError, NonFiniteError, PacelineError
 from paceline.plan.shares import Plan, owner
-from paceline.run.step.replica import Replica, plain_value
+from paceline.run.step.replica import Number, Replica, plain_value
+from paceline.sync.loss_scale import LossScale
 from paceline.sync.numbers import LocalNumbers, Numbers
 
 REPLICA_CHECK_STEPS = 100
@@ -52,7 +54,7 @@ class Agreement:
 
     def _explain(self) -> None:
         """Raise an error that names the difference. All workers have seen it and take part."""
-        own = {"hyper-parameters": self._hyper_parameters(), "trained": list(self._replica.trained_names)}
+        own = {"hyper-parameters": self._hyper_parameters(), "trained": list(self._replica.parameters)}
         everybody = [json.loads(text) for text in gather(json.dumps(own), self._communicator)]
         first = everybody[0]
         for rank, other in enumerate(everybody):
@@ -114,6 +116,31 @@ def _raise_if_not_finite(of: tuple[int, Plan, Numbers]) -> None:
         micro_batch=number,
         rank=rank,
     )
+
+
+class UpdateCheck:
+    """Decides whether a step's numbers allow its update. loss_scale: of fp16, which may overflow."""
+
+    def __init__(self, loss_scale: LossScale | None) -> None:
+        self._loss_scale = loss_scale
+        self._watch = FiniteWatch()
+        self.flush = self._watch.flush
+
+    def allows_update(self, step: int, plan: Plan, numbers: Numbers, norm: Number | None) -> bool:
+        """False if fp16 overflowed; without fp16 a non-finite number is an error. norm: of the gradient."""
+        if self._loss_scale is not None:
+            assert norm is not None
+            is_finite = math.isfinite(norm.item()) and all(map(math.isfinite, numbers.losses))
+            self._loss_scale.update(is_finite=is_finite)
+            return is_finite
+        self._watch.check(step, plan, numbers)
+        if isinstance(norm, torch.Tensor) and norm.is_cpu and not math.isfinite(norm.item()):
+            raise NonFiniteError(
+                f"the gradient's norm is {norm.item()} at step {step} although every loss is finite: the weights are "
+                f"those of step {step - 1}. Look for a division by zero or an overflow in the model's backward",
+                step=step,
+            )
+        return True
 
 
 class ReplicaCheck:

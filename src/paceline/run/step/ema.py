@@ -32,17 +32,13 @@ class WeightAverage:
         self._names: list[str] = []
         self._parameters: list[torch.Tensor] = []
         self._averages: list[torch.Tensor] = []
-        self.set_parameters(replica)
+        self.add(replica.parameters)
         self._weight_of_new = 1.0 - decay
         self._is_in_use = False
         self._own: list[torch.Tensor] = []  # the model's own weights while it has the averages
 
-    def set_parameters(self, replica: Replica) -> None:
-        """The set of trained parameters changed."""
-        self._add(replica.parameters)
-
-    def _add(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """New averages start with the current values."""
+    def add(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Average these parameters too. New averages start with the current values."""
         for name, parameter in parameters.items():
             if plain_name(name) not in self._names:
                 self._names.append(plain_name(name))
@@ -98,7 +94,7 @@ class WeightAverage:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         # The saved run may have trained other parameters too.
         if isinstance(state, Mapping):
-            self._add({name: p for name, p in named_parameters(self._model).items() if plain_name(name) in state})
+            self.add({name: p for name, p in named_parameters(self._model).items() if plain_name(name) in state})
         if lines := model_differences(state, self.state_dict()):
             raise CheckpointError("the averaged weights are not of this model:\n  " + "\n  ".join(lines))
         self._take(state)
@@ -122,13 +118,13 @@ class PieceAverage(WeightAverage):
         self._pieces = pieces
         super().__init__(replica, decay)
 
-    def _add(self, parameters: Mapping[str, torch.Tensor]) -> None:
+    def add(self, parameters: Mapping[str, torch.Tensor]) -> None:
         division = self._pieces.shards.division
         for name, parameter in parameters.items():
             if plain_name(name) not in self._names:
                 self._names.append(plain_name(name))
                 self._parameters.append(parameter)
-                for view in map(division.view_of, division.own_pieces(parameter)):
+                for view in [piece.weights for piece in division.own_pieces(parameter)]:
                     self._pieces.averages[view] = view.to(_average_dtype(view), copy=True)
 
     @torch.no_grad()
@@ -164,7 +160,7 @@ class PieceAverage(WeightAverage):
         for name, parameter in zip(self._names, self._parameters, strict=True):
             for piece in division.own_pieces(parameter):
                 part = part_of({AVERAGE: state[name]}, parameter, piece, division)
-                self._pieces.averages[division.view_of(piece)].copy_(part[AVERAGE])
+                self._pieces.averages[piece.weights].copy_(part[AVERAGE])
 
 
 def average_of(replica: Replica, decay: float) -> WeightAverage:

@@ -5,24 +5,25 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeAlias
+from time import perf_counter
+from typing import Any
 
 import torch
 
+from paceline.observe.timeline.recorder import Recorder
 from paceline.run.step.record import StepRecord
-
-# Calls a hook with its argument: the loop prepares and times it.
-CallHook: TypeAlias = Callable[[Callable[[Any], object], Any], None]
 
 
 class Hooks:
     """The registered hooks, and a queue of those that are due.
 
-    A loss of a worker may interrupt a hook. `run_due` continues with the next one then.
+    A loss of a worker may interrupt a hook. `run_due` continues with the next one then. prepare: called before each.
     """
 
-    def __init__(self, call: CallHook) -> None:
-        self._call = call
+    def __init__(self, prepare: Callable[[], None], timeline: Recorder) -> None:
+        self._prepare = prepare
+        self._timeline = timeline
+        self.is_running = False
         self.of_steps: list[tuple[int, Callable[[StepRecord], object]]] = []
         self.of_epochs: list[tuple[int, Callable[[int], object]]] = []
         self.of_gradients: list[Callable[[Mapping[str, torch.Tensor]], object]] = []
@@ -50,12 +51,22 @@ class Hooks:
         self.of_parameters.append(hook)
 
     def queue_step(self, record: StepRecord) -> None:
-        self.due.extend(partial(self._call, hook, record) for steps, hook in self.of_steps if record.step % steps == 0)
+        self.due.extend(partial(self.call, hook, record) for steps, hook in self.of_steps if record.step % steps == 0)
 
     def queue_epoch(self, number: int) -> None:
         due = (hook for epochs, hook in self.of_epochs if (number + 1) % epochs == 0)
-        self.due.extend(partial(self._call, hook, number) for hook in due)
+        self.due.extend(partial(self.call, hook, number) for hook in due)
 
     def run_due(self) -> None:
         while self.due:
             self.due.popleft()()
+
+    def call(self, hook: Callable[[Any], object], subject: Any) -> None:
+        self._prepare()
+        self.is_running = True
+        begin = perf_counter()
+        try:
+            hook(subject)
+        finally:
+            self.is_running = False
+            self._timeline.took("hook", begin, function=getattr(hook, "__qualname__", type(hook).__name__))

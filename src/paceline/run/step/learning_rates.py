@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from paceline.core.errors import MisuseError
@@ -27,11 +26,10 @@ class LearningRates:
 
     def set(self, rate: float, group: int, world: World, *, in_loop: bool) -> None:
         """in_loop: called in the loop's body, so one worker's request is enough. Else it applies immediately."""
-        if not 0 <= rate < math.inf:
-            raise ValueError(f"lr={rate}: choose a finite number >= 0")
         if not in_loop:
             self._replica.set_learning_rate(rate, group)
             return
+        self._replica.groups_for(rate, group)  # raises for a wrong one
         if not self.can_request(world):
             raise MisuseError(
                 "set_lr() was called in an epoch's loop, which a worker without a share skips: with several GPUs, or "

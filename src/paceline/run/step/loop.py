@@ -2,22 +2,25 @@
 
 The loop yields this worker's micro-batches, and `step` is called after each. It serves users who write
 `for batch in epoch: ...` as well as entry points that run a function over micro-batches.
+
+What few steps need has files of its own: an epoch that is left early (left_epoch.py), other trained parameters
+(parameter_changes.py), losses that are not finite and workers that disagree (checks.py), hooks (hooks.py), other
+workers (loop_state.py, and run/membership/rejoining.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from time import perf_counter
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline.checkpoint.policy import Decision
 from paceline.comm.base import Communicator
 from paceline.comm.single import SingleCommunicator
-from paceline.core.errors import CommunicationError, GenerationEnded, MisuseError, NonFiniteError
+from paceline.core.errors import CommunicationError, GenerationEnded, MisuseError
 from paceline.core.events import Events
 from paceline.core.generators import generators_of
 from paceline.core.seeding import Purpose, derive_seed
@@ -27,29 +30,29 @@ from paceline.observe.timeline.recorder import Recorder
 from paceline.plan.epoch import Position
 from paceline.plan.shares import Plan, sizes
 from paceline.run.config import RunConfig
-from paceline.run.report import Report
 from paceline.run.saving.stopping import Stopped
 from paceline.run.step import checks, gc_policy
-from paceline.run.step.build import share_weights
-from paceline.run.step.checks import Agreement, FiniteWatch, ReplicaCheck
+from paceline.run.step.checks import Agreement, ReplicaCheck, UpdateCheck
 from paceline.run.step.ema import WeightAverage
 from paceline.run.step.gc_policy import GcPolicy
 from paceline.run.step.hooks import Hooks
 from paceline.run.step.learning_rates import LearningRates
+from paceline.run.step.left_epoch import LeftEpoch
 from paceline.run.step.out_of_memory import explain_out_of_memory
+from paceline.run.step.parameter_changes import ParameterChanges
 from paceline.run.step.planner import Planner
 from paceline.run.step.record import StepRecord
 from paceline.run.step.replica import Number, Replica
-from paceline.run.step.sharded_update import ShardedUpdate, StepResolver
+from paceline.run.step.sharded_update import ShardedUpdate
 from paceline.run.step.sharding import make_update
 from paceline.run.step.stopwatch import TimeTotals, stopwatch_for
 from paceline.sync.averaging.strategy import Averaging
-from paceline.sync.buffers import Buffers
 from paceline.sync.loss_scale import LossScale
-from paceline.sync.numbers import ABANDONED, Numbers, WorkerMessage, abandoned_error
+from paceline.sync.numbers import Numbers, WorkerMessage
 from paceline.sync.strategy import GradientExchange, UpdateUnless
 
 if TYPE_CHECKING:
+    from paceline.run.membership.rejoining import Rejoining
     from paceline.run.saving.checkpointer import Checkpointer
 
 # Measure one of this many steps if no plan depends on it.
@@ -80,22 +83,12 @@ class OpenStep:
         return self.has_micro_batch or not self.is_last
 
 
-class Recovery(StepResolver, Protocol):
-    """How a run goes on when its workers change."""
-
-    @property
-    def is_change_pending(self) -> bool:
-        """Whether workers are to join or leave after the current step."""
-
-    def note(self, *, is_computing: bool) -> None:
-        """This worker begins a micro-batch, or a part of the run that may take any time."""
-
-    def rejoin(self, error: BaseException | None) -> None:
-        """Return when the run can go on, or raise the error. None: workers join or leave between two steps."""
-
-
 class Loop:
-    """The steps of one worker."""
+    """The steps of one worker.
+
+    position: of the next step. open: the step that this worker is in. max_steps: where the run ends. ended_epoch: the
+    last one whose end was handled.
+    """
 
     def __init__(
         self,
@@ -109,33 +102,30 @@ class Loop:
         checkpointer: Checkpointer,
         average: WeightAverage | None,
         timeline: Recorder,
-        collections: GcPolicy,
+        gc_policy: GcPolicy,
     ) -> None:
-        world = communicator.world
+        self.world = world = communicator.world
+        self.replica, self.exchange, self.planner = replica, exchange, planner
+        self.events, self.checkpointer = events, checkpointer
+        self._config, self._communicator, self._feed = config, communicator, feed
+        self._average, self._timeline, self._gc_policy = average, timeline, gc_policy
+        self._recovery: Rejoining | None = None
+        is_averaging = isinstance(config.strategy, Averaging)
+
         self.position = Position()
-        self.max_steps = math.inf
-        self.replica = replica
-        self._config = config
-        self.world = world
-        self.planner = planner
-        replica.note_schedulers()  # a checkpoint may have been loaded
-        self._usual_plan: Plan = ()
         self.open = OpenStep()
+        self.max_steps = math.inf
+        self.last_record: StepRecord | None = None
+        self.ended_epoch = -1
+        self.left_epoch = LeftEpoch(self)
+        self.is_closed = self._is_in_epoch = self._may_end_epoch = False
+        self._usual_plan: Plan = ()
         self._at_once = config.micro_batches_at_once(world.rank)
-        self.exchange = exchange
-        self._feed = feed
         self._generators = generators_of(world.device)
         self.step_to_seed: int | None = None  # the step whose seed for all workers was not used yet
-        self._watch = FiniteWatch()
-        # One worker needs no times for its plan.
-        is_planned = not isinstance(communicator, SingleCommunicator) or config.strategy != "gradients"
-        self._stopwatch = stopwatch_for(world.device, timeline, 1 if is_planned else SELDOM_MEASURED)
-        self._timeline = timeline
-        self._account = TimeTotals(world.size)
-        self.events = events
-        self._checkpointer = checkpointer
-        self._average = average
-        self._gc_policy = collections
+
+        # The update.
+        replica.note_schedulers()  # a checkpoint may have been loaded
         self.loss_scale = LossScale() if config.precision == "fp16" else None
         # fp16 needs the norm even if nothing is clipped.
         limit = math.inf if config.max_grad_norm is None and self.loss_scale else config.max_grad_norm
@@ -144,21 +134,21 @@ class Loop:
         self._has_norm = limit is not None
         # Otherwise a GPU is idle while the host waits to know whether exact sums fit their grids.
         self._may_update_early = config.exact and world.device.type == "cuda"
-        self.hooks = Hooks(self._run_hook)
+        self._rates = LearningRates(replica, is_averaging=is_averaging)
+
+        self.hooks = Hooks(self._before_hook, timeline)
+        self.parameter_changes = ParameterChanges(replica, communicator, exchange, average, self.hooks)
         self._agreement = Agreement(replica, communicator)
+        self._update_check = UpdateCheck(self.loss_scale)
         # Averaged replicas differ between two averages.
-        check_of = communicator if not isinstance(config.strategy, Averaging) else None
-        self._replica_check = ReplicaCheck(replica, check_of)
-        self._communicator = communicator
-        self._added: list[torch.Tensor] | None = None  # new parameters, trained once all workers have them
-        self._rates = LearningRates(replica, is_averaging=isinstance(config.strategy, Averaging))
-        self.is_inside_epoch = self.is_in_hook = self.is_closed = False
-        self._may_end_epoch = False
-        self._left_epoch: int | None = None  # left by `break`
-        self._is_left_open = False  # the work at the end of an epoch is still due
-        self.last_record: StepRecord | None = None
-        self.ended_epoch = -1  # the last one whose end was handled
-        self._recovery: Recovery | None = None
+        self.replica_check = ReplicaCheck(replica, None if is_averaging else communicator)
+
+        # One worker needs no times for its plan.
+        is_planned = not isinstance(communicator, SingleCommunicator) or config.strategy != "gradients"
+        self._stopwatch = stopwatch_for(world.device, timeline, 1 if is_planned else SELDOM_MEASURED)
+        self.times = TimeTotals(world.size)
+
+    # An epoch
 
     def micro_batches(self, epoch: int) -> Iterator[Any]:
         """This worker's micro-batches of an epoch; `step` must be called after each.
@@ -166,73 +156,76 @@ class Loop:
         Steps in which this worker has no share are completed here. A step that exact mode repeats does not advance the
         position: its micro-batches are yielded again.
         """
-        self.is_inside_epoch = True
+        self._is_in_epoch = True
         self._timeline.event("epoch begin", number=epoch)
         self._gc_policy.begin_epoch()
         self.open.begun_at = None
+        must_abandon = True
         try:
             while self.position.epoch == epoch and self.position.step < self.max_steps:
                 try:
-                    if (mine := self._next_share()) is None:
+                    if self.checkpointer.is_active:
+                        self.save_or_stop()
+                    if self.position.step % gc_policy.EVERY_STEPS == 0:
+                        self._gc_policy.collect()
+                    if (mine := self.begin_step()) is None:
                         break
-                    for numbers in passes(mine, self._at_once):
-                        batch = self._begin_micro_batch(numbers, is_last=numbers.stop == mine.stop)
-                        if batch is not None:
-                            yield batch
-                        else:
-                            self.step()  # every sample of it was bad
-                        if self.open.has_micro_batch:
-                            raise MisuseError(
-                                "the next micro-batch was asked for before step() was called for this one"
-                            )
-                        if self.open.is_last:
-                            break  # completed, or abandoned because a worker was lost
-                    if not mine:
-                        self._finish_step()
+                    yield from self._micro_batches_of(mine)
                 except (GenerationEnded, CommunicationError) as error:
                     self._recover(error)
-            self._complete_epoch()
+            self.complete_epoch()
         except GeneratorExit:  # `break`, or an exception in the loop's body
-            self._left_epoch, self._is_left_open = epoch, True
+            self.left_epoch.note(epoch)
+            must_abandon = self.world.size == 1  # several workers keep the step open until the others have been told
             raise
         finally:
             self._gc_policy.end_epoch()
-            self.is_inside_epoch = False
+            self._is_in_epoch = False
             if self._recovery is not None:
                 self._recovery.note(is_computing=False)
-            # Several workers keep the step open until the others have been told.
-            if self.open.is_under_way and (self.world.size == 1 or self._left_epoch is None):
+            if must_abandon:
                 self.abandon()
 
-    def _next_share(self) -> range | None:
-        """Begin the next step, after what is due before it; None if the epoch is over."""
-        if self._checkpointer.is_active:
-            self._save_or_stop()
-        if self.position.step % gc_policy.EVERY_STEPS == 0:
-            self._gc_policy.collect()
-        mine = self._begin_step()
-        self.open.is_repeated, self.open.begun_at = self.open.begun_at == self.position, self.position
-        return mine
+    def _micro_batches_of(self, mine: range) -> Iterator[Any]:
+        """This worker's micro-batches of the open step."""
+        for numbers in passes(mine, self._at_once):
+            batch = self._begin_micro_batch(numbers, is_last=numbers.stop == mine.stop)
+            if batch is not None:
+                yield batch
+            else:
+                self.step()  # every sample of it was bad
+            if self.open.has_micro_batch:
+                raise MisuseError("the next micro-batch was asked for before step() was called for this one")
+            if self.open.is_last:
+                return  # completed, or abandoned because a worker was lost
+        self._finish_step()  # this worker has no share in it
 
-    def _save_or_stop(self) -> None:
-        decision = self._checkpointer.decide(self)
+    def save_or_stop(self) -> None:
+        """Do what the workers have agreed to do before the next step: save, stop, or let workers join and leave."""
+        decision = self.checkpointer.decide(self)
         if decision is Decision.CHANGE:
             assert self._recovery is not None, "nobody else asks for it"
-            self._checkpointer.complete_writing()
+            self.checkpointer.complete_writing()
             self.exchange.synchronize()
             self._recovery.rejoin(None)
-            self._save_or_stop()
+            self.save_or_stop()
         elif decision is Decision.SAVE:
-            self._checkpointer.save_due(self)
+            self.checkpointer.save_due(self)
         elif decision is Decision.STOP:
-            self._checkpointer.stop(self)
+            self.checkpointer.stop(self)
             raise Stopped(self.position.step)
 
-    def abandon(self) -> None:
-        """Drop the step under way, if any."""
-        if self.open.is_under_way:
-            self.open.has_micro_batch, self.open.is_last = False, True
-            self.exchange.abandon()
+    def complete_epoch(self) -> None:
+        """After the epoch's last step on this worker: wait for numbers from the GPU, and make replicas equal."""
+        self._update_check.flush()
+        self._stopwatch.flush()
+        position = self.position
+        while self.position == position:  # else this worker took over the state of one that has gone on
+            try:
+                return self.exchange.synchronize()
+            except (GenerationEnded, CommunicationError) as error:
+                self._recover(error)
+        return None
 
     def end_epoch(self) -> None:
         """End the epoch after the current step. Called in one of its hooks."""
@@ -244,66 +237,56 @@ class Loop:
         if self.position.epoch == self.last_record.epoch:  # else that was the epoch's last step
             self.position = self.position.next_epoch()
 
-    def settle(self) -> None:
-        """Complete an epoch whose loop was left by `break`.
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has reached its number of steps."""
+        return self.position.step >= self.max_steps
 
-        A single worker may leave an epoch early. Several workers may not: the loop's body runs for different
-        micro-batches on each, so they would leave at different steps. That is an error on all of them.
-        """
-        if not self._is_left_open:
-            return
-        self._is_left_open = False
-        if self.position.epoch == self._left_epoch and not self.is_over and self.world.size > 1:
-            self._tell_left()
-        self._complete_epoch()
+    @property
+    def is_inside_epoch(self) -> bool:
+        """Whether the body of an epoch's loop runs, which workers do at different times."""
+        return self._is_in_epoch and not self.hooks.is_running
 
-    def begin_next_epoch(self) -> bool:
-        """After a `break`, advance to the next epoch. Returns False if the last epoch was not left early."""
-        self.settle()
-        left, self._left_epoch = self._left_epoch, None
-        if left != self.position.epoch or self.is_over:
-            return False
-        self.position = self.position.next_epoch()
-        self._end_epoch(left)
-        return True
+    # A step
 
-    def _complete_epoch(self) -> None:
-        self._watch.flush()
-        self._stopwatch.flush()
-        position = self.position
-        while self.position == position:  # else this worker took over the state of one that has gone on
-            try:
-                return self.exchange.synchronize()
-            except (GenerationEnded, CommunicationError) as error:
-                self._recover(error)
-        return None
+    def begin_step(self) -> range | None:
+        """This worker's micro-batches of the next step; None if the epoch is over."""
+        self._stopwatch.begin_step()
+        step = self._feed.begin_step(self.position)
+        self._stopwatch.mark()
+        if step is None:
+            self.next_epoch()
+            self.hooks.run_due()
+            return None
+        if step.plan is not self.open.step.plan:
+            self._note_plan(step)
+        self.open.step = step
+        self.open.is_loss_known = True
+        self.open.is_repeated, self.open.begun_at = self.open.begun_at == self.position, self.position
+        if self.replica.has_changed():
+            self.parameter_changes.note()
+        self.exchange.begin_step(
+            step.plan,
+            total_weight=step.total_weight,
+            loss_scale=self.loss_scale.value if self.loss_scale else 1.0,
+        )
+        return step.plan[self.world.rank]
 
-    def _tell_left(self) -> None:
-        """Take part in the others' steps without gradients until all workers know that this one left."""
-        if self.world.device.type != "cpu":  # they would read it some steps later
-            raise abandoned_error([self.world.rank])
-        is_under_way = self.open.is_under_way
-        if self.open.has_micro_batch:
-            self.exchange.end_micro_batch(None)
-        self.open.has_micro_batch, self.open.is_last = False, True
-        while self.position.epoch == self._left_epoch and not self.is_over:
-            if not is_under_way:
-                if self._checkpointer.is_active:
-                    self._save_or_stop()
-                mine = self._begin_step()
-                if mine is None:
-                    break
-                if mine:
-                    self.exchange.begin_micro_batch(mine[-1], 0, is_last=True)
-                    self.exchange.end_micro_batch(None)
-            is_under_way = False
-            self.exchange.send(WorkerMessage(request=ABANDONED, digest=self.replica.digest()))
-            if (numbers := self.exchange.finish()) is not None:
-                self._checkpointer.observe(numbers)  # an error, as soon as all have read it
-                self.exchange.complete()
-                self.position = self.open.step.after
-        self.exchange.synchronize()
-        raise abandoned_error([self.world.rank])
+    def _begin_micro_batch(self, numbers: range, *, is_last: bool) -> Any:
+        """The batch of one micro-batch, or of several that this device runs at once."""
+        self._stopwatch.mark()
+        batch, self.open.weight = self._feed.micro_batch(numbers)
+        self._stopwatch.mark()
+        # The last of several represents all of them, so that the step's last micro-batch is recognized.
+        self.exchange.begin_micro_batch(numbers[-1], self.open.weight, is_last=is_last)
+        # Dropout belongs to the micro-batch, not to the rank.
+        self._seed(Purpose.MICRO_BATCH, self.position.step, numbers[0])
+        if self._recovery is not None:
+            self._recovery.note(is_computing=True)
+        self.open.loss = None
+        self.open.is_last = is_last
+        self.open.has_micro_batch = True
+        return batch
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
         """Run backward for this micro-batch's loss, a mean over its samples. Gradients of several calls add up."""
@@ -321,10 +304,6 @@ class Loop:
             raise
         reported = loss.detach()
         self.open.loss = reported if self.open.loss is None else self.open.loss + reported
-
-    def replayed(self, loss: torch.Tensor | None) -> None:
-        """A CUDA graph has run this micro-batch's forward and backward. loss: its output; None if nothing ran."""
-        self.open.loss = loss
 
     def step(self) -> StepRecord | None:
         """End this micro-batch, and the step if it was this worker's last. Returns the record of a completed step."""
@@ -352,6 +331,188 @@ class Loop:
         except (GenerationEnded, CommunicationError) as error:
             return self._recover(error)
 
+    def _finish_step(self) -> StepRecord | None:
+        """Exchange, update, and what follows a step. None: the step is repeated."""
+        early: list[Number | None] = []  # the norm, if the update was queued before the host knew the numbers
+        numbers = self.exchange_step(early)
+        if numbers is None:
+            return None
+        # From here on every worker does the same. Code that may draw random numbers draws the same ones.
+        self.step_to_seed = self.position.step
+        if self.replica.may_draw:
+            self._seed_for_all()
+        for on_gradients in self.hooks.of_gradients:
+            self.hooks.call(on_gradients, self.replica.parameters)
+        norm = early[0] if early else self.update.clip() if self._has_norm else None
+        is_valid = (numbers.is_ordinary and norm is None) or self._update_check.allows_update(
+            self.position.step + 1, self.open.step.plan, numbers, norm
+        )
+        if is_valid:
+            if not early:
+                self.update.step()
+            if self._average is not None:
+                self._average.update()
+            if self.replica.schedulers and self._config.optimization.scheduler_every == "step":
+                self.replica.step_schedulers(lambda: self._known_loss(numbers))
+        lost = None if self._divided is None else self._divided.share()
+        record = self._complete_step(numbers, norm, is_skipped=not is_valid)
+        if lost is not None:
+            self._recover(lost)
+            return record
+        if record.step % checks.REPLICA_CHECK_STEPS == 0 and self.world.size > 1:
+            self.replica_check.after_step(record.shares[0], numbers, record.step)
+        if self.hooks.due or self.position.epoch != record.epoch:
+            self._run_hooks()
+        return record
+
+    def exchange_step(self, early: list[Number | None], request: float | None = None) -> Numbers | None:
+        """Exchange gradients and numbers with all workers. None: the step is repeated.
+
+        request: of all workers, instead of the checkpointer's.
+        """
+        plan = self.open.step.plan
+        timing = self._stopwatch.send(len(plan[self.world.rank]))
+        digest = self.replica.digest() if self.world.size > 1 else 0
+        if self._recovery is not None and self._recovery.is_change_pending:
+            self.checkpointer.request_change()
+        request = self.checkpointer.requested if request is None else request
+        message = WorkerMessage(timing, request, digest, self._rates.requested)
+        self.exchange.send(message)
+        update_unless = self._update_unless(early) if self._may_update_early else None
+        numbers = self.exchange.finish(self._accept, update_unless)
+        self._stopwatch.mark()
+        if numbers is None:
+            if self._divided is not None:
+                self._divided.void()
+            if (added := self.parameter_changes.added) is not None:
+                self.parameter_changes.use(added)
+            return None
+        self._rates.requested = None
+        self.planner.observe(plan, numbers)
+        if not numbers.is_ordinary:
+            self.checkpointer.observe(numbers)
+            if self.world.size == 1:  # its own: reading it from a GPU would wait
+                self._rates.apply([message.learning_rate])
+            elif self._rates.can_request(self.world):
+                self._rates.apply(numbers.learning_rates)
+        return numbers
+
+    def _accept(self, numbers: Numbers) -> bool:
+        """Whether the step counts. Raises on all workers if they disagree."""
+        has_changes = self.parameter_changes.added is not None
+        if has_changes or not numbers.is_ordinary:
+            self._agreement.check(numbers, now=has_changes)
+        if self._divided is not None and not has_changes:
+            self._divided.agree()
+        return not has_changes
+
+    def _update_unless(self, norms: list[Number | None]) -> UpdateUnless | None:
+        """Queues the update before the host waits for the exchange, if no code of the user runs in between."""
+        has_changes = self.parameter_changes.added is not None or self._rates.requested is not None
+        if self.hooks.of_gradients or has_changes or self.loss_scale is not None or not self.update.can_be_voided:
+            return None
+        return lambda is_void: norms.append(self.update.clip_and_step_unless(is_void))
+
+    def _complete_step(self, numbers: Numbers, norm: Number | None, *, is_skipped: bool) -> StepRecord:
+        """Note the step, and advance the position."""
+        position, (plan, num_samples, _, _, after) = self.position, self.open.step
+        self._stopwatch.mark()
+        self.events.step = position.step + 1
+        self.exchange.complete()
+        self._stopwatch.completed(position.step + 1)
+        self.times.add((plan, num_samples, numbers))
+        self.last_record = record = StepRecord(
+            position.step + 1,
+            position.epoch,
+            num_samples,
+            self.replica.learning_rate,
+            is_skipped,
+            plan,
+            numbers,
+            norm,
+        )
+        self.position = after
+        if self.hooks.of_steps:
+            self.hooks.queue_step(record)
+        return record
+
+    # After a step
+
+    def _run_hooks(self) -> None:
+        """Run what is due after the last step: its hooks, then those of the epoch if it has ended.
+
+        Can be called again after an interruption: it continues with the next hook.
+        """
+        record = self.last_record
+        if record is not None:
+            self._may_end_epoch = True
+            try:
+                self.hooks.run_due()
+            finally:
+                self._may_end_epoch = False
+            if self.position.epoch != record.epoch and self.ended_epoch != record.epoch:
+                self._note_epoch_end(record.epoch)
+        self.hooks.run_due()
+
+    def next_epoch(self) -> None:
+        """Advance to the next epoch although this one may have further steps. Its hooks are due."""
+        ended, self.position = self.position.epoch, self.position.next_epoch()
+        self._note_epoch_end(ended)
+
+    def _note_epoch_end(self, number: int) -> None:
+        """An epoch's last step is done, on all workers."""
+        self.ended_epoch = number
+        self._timeline.event("epoch end", number=number)
+        if self._config.optimization.scheduler_every == "epoch":
+            self.replica.step_schedulers()
+        self.hooks.queue_epoch(number)
+
+    def _known_loss(self, numbers: Numbers) -> float:
+        if not self.open.is_loss_known:
+            raise MisuseError(
+                "ReduceLROnPlateau needs the loss, which is unknown after a bare loss.backward(): call "
+                "trainer.backward(loss)"
+            )
+        return numbers.loss
+
+    def _note_plan(self, step: Step) -> None:
+        """Emit an event if the plan changed, except for the smaller step at an epoch's end."""
+        plan, usual = step.plan, self._usual_plan
+        if plan != usual and not step.is_cut:
+            self._usual_plan = plan
+            self.events.emit("plan", shares=sizes(plan), before=sizes(usual))
+
+    # Random numbers
+
+    def _seed(self, purpose: Purpose, *numbers: int) -> None:
+        seed = derive_seed(self._config.seed, purpose, *numbers)
+        for generator in self._generators:
+            generator.manual_seed(seed)
+
+    def _seed_for_all(self) -> None:
+        """Seed for what all workers do after the exchange, once per step."""
+        if self.step_to_seed is not None:
+            self._seed(Purpose.AFTER_STEP, self.step_to_seed)
+            self.step_to_seed = None
+
+    def _before_hook(self) -> None:
+        self._seed_for_all()
+        if self._recovery is not None:
+            self._recovery.note(is_computing=False)
+
+    # A worker is lost, or the world changes
+
+    def abandon(self) -> None:
+        """Drop the step under way, if any."""
+        if self.open.is_under_way:
+            self.open.has_micro_batch, self.open.is_last = False, True
+            self.exchange.abandon()
+
+    def recover_with(self, recovery: Rejoining) -> None:
+        self._recovery = recovery
+        if self._divided is not None:
+            self._divided.resolver = recovery
+
     def _recover(self, error: BaseException) -> StepRecord | None:
         """Go on with the workers that are left, or raise the error.
 
@@ -371,47 +532,6 @@ class Loop:
                 continue
             return self.last_record if self.position.step > step else None
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the run has reached its number of steps."""
-        return self.position.step >= self.max_steps
-
-    def synchronize(self) -> None:
-        """Make all replicas equal, if the strategy lets them differ."""
-        self.exchange.synchronize()
-
-    def set_learning_rate(self, rate: float, group: int = -1) -> None:
-        """Set the learning rate of a parameter group, or of all, on all workers alike.
-
-        In the loop's body it applies to the current step, and one worker's request is enough. Elsewhere it applies at
-        once, on every worker that calls it.
-        """
-        self._rates.set(rate, group, self.world, in_loop=self.is_inside_epoch)
-
-    def check_replicas(self) -> None:
-        """Raise on all workers if their weights differ. Called by all workers together, between two steps."""
-        self._replica_check.compare(self.position.step)
-
-    def explain(self, error: BaseException) -> None:
-        """Add a note with a remedy to an out-of-memory error."""
-        if isinstance(error, torch.OutOfMemoryError):
-            explain_out_of_memory(error, self._config, self.replica, self.world)
-
-    def time_every_step(self) -> None:
-        """For a profile: a single worker times few of its steps otherwise."""
-        self._stopwatch = stopwatch_for(self.world.device, self._timeline)
-
-    def report(self) -> Report:
-        """Where the workers' time went."""
-        return self._account.report()
-
-    # A world that changes
-
-    def recover_with(self, recovery: Recovery) -> None:
-        self._recovery = recovery
-        if self._divided is not None:
-            self._divided.resolver = recovery
-
     def regroup(self, planner_state: Mapping[str, Any], previous_ranks: Sequence[int | None]) -> None:
         """Divide the work among the workers of the new world.
 
@@ -421,249 +541,28 @@ class Loop:
         self.world = self._communicator.world
         self.planner.regroup(planner_state, previous_ranks)
         self._usual_plan, self.open.step = (), NO_STEP
-        self._replica_check.regroup()
-
-    def end_epoch_as_others(self) -> None:
-        """Others were told that there is no more data in this epoch, and this worker lost who would have told it."""
-        ended, self.position = self.position.epoch, self.position.next_epoch()
-        self._queue_epoch_end(ended)
-
-    def regroup_report(self, previous_ranks: Sequence[int | None]) -> None:
-        """previous_ranks: the ranks in the world that this worker has reported on so far."""
-        self._account.regroup(previous_ranks)
+        self.replica_check.regroup()
 
     def reconnect(self) -> None:
         """Exchange with the workers of the new world. All of them call this together."""
-        self.use_parameters([])
+        self.parameter_changes.use()
         self._feed.reconnect()
 
-    # The parts of a step
+    # For users
 
-    def _begin_step(self) -> range | None:
-        """This worker's micro-batches of the next step; None if the epoch is over."""
-        self._stopwatch.begin_step()
-        step = self._feed.begin_step(self.position)
-        self._stopwatch.mark()
-        if step is None:
-            ended, self.position = self.position.epoch, self.position.next_epoch()
-            self._end_epoch(ended)
-            return None
-        if step.plan is not self.open.step.plan:
-            self._note_plan(step)
-        self.open.step = step
-        self.open.is_loss_known = True
-        if self.replica.has_changed():
-            self._take_parameter_changes()
-        self.exchange.begin_step(
-            step.plan,
-            total_weight=step.total_weight,
-            loss_scale=self.loss_scale.value if self.loss_scale else 1.0,
-        )
-        return step.plan[self.world.rank]
+    def set_learning_rate(self, rate: float, group: int = -1) -> None:
+        """Set the learning rate of a parameter group, or of all, on all workers alike.
 
-    def _begin_micro_batch(self, numbers: range, *, is_last: bool) -> Any:
-        """The batch of one micro-batch, or of several that this device runs at once."""
-        self._stopwatch.mark()
-        batch, self.open.weight = self._feed.micro_batch(numbers)
-        self._stopwatch.mark()
-        # The last of several represents all of them, so that the step's last micro-batch is recognized.
-        self.exchange.begin_micro_batch(numbers[-1], self.open.weight, is_last=is_last)
-        # Dropout belongs to the micro-batch, not to the rank.
-        self._seed(Purpose.MICRO_BATCH, self.position.step, numbers[0])
-        if self._recovery is not None:
-            self._recovery.note(is_computing=True)
-        self.open.loss = None
-        self.open.is_last = is_last
-        self.open.has_micro_batch = True
-        return batch
-
-    def _finish_step(self) -> StepRecord | None:
-        position = self.position
-        plan, num_samples, _, _, after = self.open.step
-        timing = self._stopwatch.send(len(plan[self.world.rank]))
-        digest = self.replica.digest() if self.world.size > 1 else 0
-        if self._recovery is not None and self._recovery.is_change_pending:
-            self._checkpointer.request_change()
-        message = WorkerMessage(timing, self._checkpointer.requested, digest, self._rates.requested)
-        self.exchange.send(message)
-        early: list[Number | None] = []  # the norm, if the update was queued early
-        update_unless = self._update_unless(early) if self._may_update_early else None
-        numbers = self.exchange.finish(self._accept, update_unless)
-        self._rates.requested = None
-        self._stopwatch.mark()
-        if numbers is None:
-            if self._added is not None:
-                self.use_parameters(self._added)
-            return None
-        self.planner.observe(plan, numbers)
-        if not numbers.is_ordinary:
-            self._checkpointer.observe(numbers)
-            if self.world.size == 1:  # its own: reading it from a GPU would wait
-                self._rates.apply([message.learning_rate])
-            elif self._rates.can_request(self.world):
-                self._rates.apply(numbers.learning_rates)
-        # From here on every worker does the same. Code that may draw random numbers draws the same ones.
-        self.step_to_seed = position.step
-        if self.replica.may_draw:
-            self._seed_for_all()
-        for on_gradients in self.hooks.of_gradients:
-            self._run_hook(on_gradients, self.replica.parameters)
-        norm = early[0] if early else self.update.clip() if self._has_norm else None
-        if (numbers.is_ordinary and norm is None) or self._is_step_valid(numbers, norm):
-            if not early:
-                self.update.step()
-            if self._average is not None:
-                self._average.update()
-            if self.replica.schedulers and self._config.optimization.scheduler_every == "step":
-                self.replica.step_schedulers(lambda: self._known_loss(numbers))
-            is_skipped = False
-        else:
-            is_skipped = True
-        lost = None if self._divided is None else self._divided.share()
-        self._stopwatch.mark()
-        self.events.step = position.step + 1
-        self.exchange.complete()
-        self._stopwatch.completed(position.step + 1)
-        self._account.add((plan, num_samples, numbers))
-        record = StepRecord(
-            position.step + 1,
-            position.epoch,
-            num_samples,
-            self.replica.learning_rate,
-            is_skipped,
-            plan,
-            numbers,
-            norm,
-        )
-        self.last_record = record
-        self.position = after
-        if self.hooks.of_steps:
-            self.hooks.queue_step(record)
-        if lost is not None:
-            self._recover(lost)
-            return record
-        if record.step % checks.REPLICA_CHECK_STEPS == 0 and self.world.size > 1:
-            self._replica_check.after_step(len(plan[0]), numbers, record.step)
-        if self.hooks.due or self.position.epoch != position.epoch:
-            self._run_hooks()
-        return record
-
-    def _run_hooks(self) -> None:
-        """Run what is due after the last step: its hooks, then those of the epoch if it has ended.
-
-        Can be called again after an interruption: it continues with the next hook.
+        In the loop's body it applies to the current step, and one worker's request is enough. Elsewhere it applies at
+        once, on every worker that calls it.
         """
-        record = self.last_record
-        if record is not None:
-            self._may_end_epoch = True
-            try:
-                self.hooks.run_due()
-            finally:
-                self._may_end_epoch = False
-            if self.position.epoch != record.epoch and self.ended_epoch != record.epoch:
-                self._end_epoch(record.epoch)
-        self.hooks.run_due()
+        self._rates.set(rate, group, self.world, in_loop=self.is_inside_epoch)
 
-    def _update_unless(self, norms: list[Number | None]) -> UpdateUnless | None:
-        """Queues the update before the host waits for the exchange, if no code of the user runs in between."""
-        is_direct = not self.hooks.of_gradients and self._added is None and self.loss_scale is None
-        if not is_direct or self._rates.requested is not None or not self.update.can_be_voided:
-            return None
-        return lambda is_void: norms.append(self.update.clip_and_step_unless(is_void))
+    def explain(self, error: BaseException) -> None:
+        """Add a note with a remedy to an out-of-memory error."""
+        if isinstance(error, torch.OutOfMemoryError):
+            explain_out_of_memory(error, self._config, self.replica, self.world)
 
-    def _end_epoch(self, number: int) -> None:
-        """An epoch's last step is done, on all workers."""
-        self._queue_epoch_end(number)
-        self.hooks.run_due()
-
-    def _queue_epoch_end(self, number: int) -> None:
-        self.ended_epoch = number
-        self._timeline.event("epoch end", number=number)
-        if self._config.optimization.scheduler_every == "epoch":
-            self.replica.step_schedulers()
-        self.hooks.queue_epoch(number)
-
-    def _take_parameter_changes(self) -> None:
-        """Some parameters were frozen, unfrozen or added between two steps.
-
-        A single worker uses the new set at once. Several workers first compare their sets in this step's exchange, and
-        repeat the step with the new set.
-        """
-        self._added = [*(self._added or []), *self.replica.take_changes()]
-        if self.world.size == 1:
-            self.use_parameters(self._added)
-
-    def _accept(self, numbers: Numbers) -> bool:
-        """Whether the step counts. Raises on all workers if they disagree."""
-        has_changes = self._added is not None
-        if has_changes or not numbers.is_ordinary:
-            self._agreement.check(numbers, now=has_changes)
-        if self._divided is not None and not has_changes:
-            self._divided.agree()
-        return not has_changes
-
-    def use_parameters(self, added: Sequence[torch.Tensor]) -> None:
-        """Train the replica's current parameters. All workers get rank 0's values of new ones."""
-        self._added = None
-        if added:
-            share_weights(self.replica.model, self.replica.parameters, self._communicator)
-        self.exchange.set_parameters(self.replica.parameters, Buffers(self.replica.model, self._communicator))
-        if self._average is not None:
-            self._average.set_parameters(self.replica)
-        for hook in self.hooks.of_parameters:
-            hook()
-
-    def _known_loss(self, numbers: Numbers) -> float:
-        if not self.open.is_loss_known:
-            raise MisuseError(
-                "ReduceLROnPlateau needs the loss, which is unknown after a bare loss.backward(): call "
-                "trainer.backward(loss)"
-            )
-        return numbers.loss
-
-    def _note_plan(self, step: Step) -> None:
-        """Emit an event if the plan changed, except for the smaller step at an epoch's end."""
-        plan, usual = step.plan, self._usual_plan
-        if plan != usual and not step.is_cut:
-            self._usual_plan = plan
-            self.events.emit("plan", shares=sizes(plan), before=sizes(usual))
-
-    def _is_step_valid(self, numbers: Numbers, norm: Number | None) -> bool:
-        """Whether to update. False if fp16 overflowed; without fp16 a non-finite number is an error."""
-        step = self.position.step + 1
-        if self.loss_scale is not None:
-            assert norm is not None
-            is_finite = math.isfinite(norm.item()) and all(map(math.isfinite, numbers.losses))
-            self.loss_scale.update(is_finite=is_finite)
-            return is_finite
-        self._watch.check(step, self.open.step.plan, numbers)
-        if isinstance(norm, torch.Tensor) and norm.is_cpu and not math.isfinite(norm.item()):
-            raise NonFiniteError(
-                f"the gradient's norm is {norm.item()} at step {step} although every loss is finite: the weights are "
-                f"those of step {step - 1}. Look for a division by zero or an overflow in the model's backward",
-                step=step,
-            )
-        return True
-
-    def _seed(self, purpose: Purpose, *numbers: int) -> None:
-        seed = derive_seed(self._config.seed, purpose, *numbers)
-        for generator in self._generators:
-            generator.manual_seed(seed)
-
-    def _seed_for_all(self) -> None:
-        """Seed for what all workers do after the exchange, once per step."""
-        if self.step_to_seed is not None:
-            self._seed(Purpose.AFTER_STEP, self.step_to_seed)
-            self.step_to_seed = None
-
-    def _run_hook(self, hook: Callable[[Any], object], subject: Any) -> None:
-        self._seed_for_all()
-        is_inside, self.is_inside_epoch, self.is_in_hook = self.is_inside_epoch, False, True
-        if self._recovery is not None:
-            self._recovery.note(is_computing=False)
-        begin = perf_counter()
-        try:
-            hook(subject)
-        finally:
-            self.is_inside_epoch, self.is_in_hook = is_inside, False
-            self._timeline.took("hook", begin, function=getattr(hook, "__qualname__", type(hook).__name__))
+    def time_every_step(self) -> None:
+        """For a profile: a single worker times few of its steps otherwise."""
+        self._stopwatch = stopwatch_for(self.world.device, self._timeline)

@@ -11,12 +11,13 @@ from paceline.run.step.record import StepRecord
 
 
 def state_of(loop: Loop) -> dict[str, Any]:
-    """The position, and all state of the next step besides weights and optimizers."""
+    """The position, and all state of the next step besides weights and optimizers, equal on all workers."""
+    scale = loop.loss_scale if loop.exchange.averages is None else None  # else each worker has its own
     return {
         "position": loop.position.to_dict(),
         "trained": loop.replica.names_to_train(),
         "groups": loop.replica.group_names(),
-        "loss_scale": loop.loss_scale.state_dict() if loop.loss_scale else None,
+        "loss_scale": None if scale is None else scale.state_dict(),
         "exchange": loop.exchange.state_dict(),
         "num_workers": loop.world.size,
         "planner": loop.planner.state_dict(),
@@ -30,7 +31,7 @@ def load_state(loop: Loop, state: Mapping[str, Any]) -> None:
         loop.replica.set_trained(state["trained"])
         if loop.replica.has_changed():
             loop.replica.take_changes()
-            loop.use_parameters([])
+            loop.parameter_changes.use()
     loop.exchange.load_state_dict(state["exchange"])
     if state["num_workers"] == loop.world.size:
         loop.planner.load_state_dict(state["planner"])

@@ -37,11 +37,11 @@ def needs_whole_parameters(optimizer: torch.optim.Optimizer) -> bool:
         return False
     if declared == "parameters" or (is_torchs and kind.__name__ in BY_PARAMETER):
         return True
-    why = "it is not known whether its parts are independent"
     raise ValueError(
-        f"the state of {kind.__name__} cannot be divided among the workers: {why}. Leave shard= out, choose one of "
-        f"torch.optim's {', '.join((*ELEMENTWISE, *BY_PARAMETER))}, or, in your own optimizer, set the class attribute "
-        f"{DECLARATION} = 'elements' if elements are updated independently, or 'parameters' if parameters are"
+        f"the state of {kind.__name__} cannot be divided among the workers: it is not known whether its parts are "
+        f"independent. Leave shard= out, choose one of torch.optim's {', '.join((*ELEMENTWISE, *BY_PARAMETER))}, or, "
+        f"in your own optimizer, set the class attribute {DECLARATION} = 'elements' if elements are updated "
+        "independently, or 'parameters' if parameters are"
     )
 
 
@@ -52,7 +52,7 @@ class PieceOptimizers:
         self, optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, torch.Tensor], shards: Shards
     ) -> None:
         self._optimizers = optimizers
-        self.shards = self._shards = shards
+        self.shards = shards
         self._states: list[Any] = []
         self.averages: dict[torch.Tensor, torch.Tensor] = {}  # of weights, by this worker's view of a parameter
         self.note_groups()
@@ -78,7 +78,7 @@ class PieceOptimizers:
 
     @property
     def _division(self) -> Division:
-        return self._shards.division
+        return self.shards.division
 
     def note_groups(self) -> None:
         """Called for new groups: some optimizers need whole parameters."""
@@ -98,7 +98,7 @@ class PieceOptimizers:
         for optimizer, state in zip(self._optimizers, self._states, strict=True):
             optimizer.state = state
             for group in optimizer.param_groups:
-                group["params"] = [piece for p in group["params"] for piece in self._division.own_pieces(p)]
+                group["params"] = [piece.updated for p in group["params"] for piece in self._division.own_pieces(p)]
         try:
             yield
         finally:
@@ -142,7 +142,7 @@ class PieceOptimizers:
         numbers = {id(p): str(number) for number, p in enumerate(division.parameters)}
         sources = [chunk.owner for chunk in division.chunks]
         found = {}
-        for name, state in WholeStates(self._shards.communicator, numbers).of(division, sources, state_of):
+        for name, state in WholeStates(self.shards.communicator, numbers).of(division, sources, state_of):
             parameter = division.parameters[int(name)]
             if state:
                 found[id(parameter)] = shaped_like(parameter, state, keep=keeps(parameter))
@@ -158,7 +158,7 @@ class PieceOptimizers:
         parameters = [parameter for group in groups for parameter in group["params"]]
         self._division.cover({str(index): parameters[index] for index in state["state"]})
         parts = {
-            piece: part_of(values, parameters[index], piece, self._division)
+            piece.updated: part_of(values, parameters[index], piece, self._division)
             for index, values in state["state"].items()
             for piece in self._division.own_pieces(parameters[index])
         }
@@ -175,17 +175,17 @@ class PieceOptimizers:
         division.cover(parameters)
         averages: dict[torch.Tensor, torch.Tensor] = {}
         parts: dict[torch.Tensor, dict[str, Any]] = {}
-        states = WholeStates(self._shards.communicator, {id(p): name for name, p in parameters.items()})
+        states = WholeStates(self.shards.communicator, {id(p): name for name, p in parameters.items()})
         for name, state in states.of(self._division, sources, self._all_of):
             parameter = parameters[name]
             parameter.detach().copy_(shaped_like(parameter, {WEIGHT: state.pop(WEIGHT)}, keep=True)[WEIGHT])
             for piece in division.own_pieces(parameter) if state else ():
-                parts[piece] = part = part_of(state, parameter, piece, division)
+                parts[piece.updated] = part = part_of(state, parameter, piece, division)
                 if (average := part.pop(AVERAGE, None)) is not None:
-                    averages[division.view_of(piece)] = average.to(piece.device)
+                    averages[piece.weights] = average.to(piece.weights.device)
         # If another worker is lost, some workers may not get to this point: see `revert`.
         before = self._division, self._states, self.averages
-        self._shards.divide_again(division)
+        self.shards.divide_again(division)
         self._before = before
         self._states, self.averages = [defaultdict(dict) for _ in self._optimizers], averages
         for number, settings in enumerate(self.settings()):
@@ -195,7 +195,7 @@ class PieceOptimizers:
         """Undo `move`. Possible until the next update."""
         assert self._before is not None, "no worker is behind after an update"
         division, self._states, self.averages = self._before
-        self._shards.divide_again(division)
+        self.shards.divide_again(division)
         self._before = None
 
     def forget_division(self) -> None:
@@ -219,10 +219,10 @@ class PieceOptimizers:
             first = count
             for index in group["params"]:
                 for piece in self._division.own_pieces(parameters[index]):
-                    if state := parts.get(piece):
+                    if state := parts.get(piece.updated):
                         states[count] = state
                         if (master := state.pop(MASTER, None)) is not None:
-                            piece.copy_(master)
+                            piece.updated.copy_(master)
                     count += 1
             groups.append({**group, "params": list(range(first, count))})
         with self.over_pieces():
@@ -244,7 +244,7 @@ class PieceOptimizers:
         """Keep this worker's pieces of a state."""
         for parameter, values in whole.items():
             for piece in self._division.own_pieces(parameter):
-                self._states[number][piece] = part_of(values, parameter, piece, self._division)
+                self._states[number][piece.updated] = part_of(values, parameter, piece, self._division)
 
     def _refuse_saving(self, *_: Any) -> None:
         if not self._is_inside:

@@ -10,7 +10,7 @@ import torch
 from paceline.comm.base import Communicator
 from paceline.plan.sharding import Piece
 from paceline.run.evaluation.collect import broadcast
-from paceline.sync.gradients.division import Division, flat
+from paceline.sync.gradients.division import Division, OwnPiece, flat
 
 # State that torch's optimizers keep once per parameter, also for a parameter with a single element.
 SCALARS = ("step", "eta", "mu", "mu_product")
@@ -75,14 +75,11 @@ def _is_by_element(name: str, value: Any, shape: torch.Size) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == shape and name not in SCALARS
 
 
-def part_of(
-    state: Mapping[str, Any], parameter: torch.Tensor, piece: torch.Tensor, division: Division
-) -> dict[str, Any]:
+def part_of(state: Mapping[str, Any], parameter: torch.Tensor, piece: OwnPiece, division: Division) -> dict[str, Any]:
     """The part of a parameter's state that belongs to a piece."""
     if id(parameter) in division.whole:
         return dict(state)
-    start = division.start_of(piece)
-    own = slice(start, start + piece.numel())
+    own = slice(piece.start, piece.start + piece.updated.numel())
     parts = {}
     for name, value in state.items():
         if _is_by_element(name, value, parameter.shape):

@@ -42,6 +42,8 @@ class Replica:
     """Built from the user's parts, on this worker's device, with the weights of rank 0."""
 
     _has_closed: ClassVar[bool] = False  # in this process, since the last full collection here
+    _digest: int
+    _digested: list[Any]  # the hyper-parameters at that time
 
     def __init__(
         self,
@@ -77,7 +79,6 @@ class Replica:
         self.pieces: PieceOptimizers | None = None  # where the optimizers' state is divided among the workers
         self._num_parameters = _count_parameters(self.optimizers)
         self._is_stepping = False
-        self._digest, self._digested, self._digested_names = 0, list[Any](), tuple[str, ...]()
         self._guards = [each.register_step_pre_hook(self._refuse_foreign_step) for each in self.optimizers]
         seen = only_or_all(self.optimizers)
         self.schedulers: list[Any] = (
@@ -94,14 +95,20 @@ class Replica:
 
     def set_learning_rate(self, rate: float, group: int = -1) -> None:
         """group: counted over all optimizers; -1 for all groups."""
-        groups = [each for optimizer in self.optimizers for each in optimizer.param_groups]
-        if not -1 <= group < len(groups):
-            raise ValueError(f"group={group}: the optimizers have {len(groups)} parameter groups, counted from 0")
-        for each in groups if group < 0 else [groups[group]]:
+        for each in self.groups_for(rate, group):
             if isinstance(each["lr"], torch.Tensor):
                 each["lr"].fill_(rate)
             else:
                 each["lr"] = rate
+
+    def groups_for(self, rate: float, group: int) -> list[dict[str, Any]]:
+        """The parameter groups that get this learning rate; see `set_learning_rate`."""
+        groups = [each for optimizer in self.optimizers for each in optimizer.param_groups]
+        if not -1 <= group < len(groups):
+            raise ValueError(f"group={group}: the optimizers have {len(groups)} parameter groups, counted from 0")
+        if not 0 <= rate < math.inf:
+            raise ValueError(f"lr={rate}: choose a finite number >= 0")
+        return groups if group < 0 else [groups[group]]
 
     def digest(self) -> int:
         """Of everything that must be equal on all workers: hyper-parameters and trained parameters. Below 2**48."""
@@ -110,13 +117,13 @@ class Replica:
             for group in optimizer.param_groups:
                 values += group.values()
         is_same = len(values) == len(self._digested) and all(map(operator.is_, values, self._digested))
-        if self._digested_names is not self.trained_names or not is_same or torch.Tensor in map(type, values):
-            self._digested, self._digested_names = values, self.trained_names  # a tensor may change in place
-            shapes = [f"{tuple(p.shape)} {p.dtype}" for p in self.parameters.values()]
+        if not is_same or torch.Tensor in map(type, values):  # a tensor may change in place
+            self._digested = values
             groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
             plain = [[plain_value(value) for key, value in group.items() if key != "params"] for group in groups]
-            text = json.dumps([self.trained_names, shapes, plain])
-            self._digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
+            total = self._hash_of_parameters.copy()  # a scheduler changes a rate in every step, and no parameter
+            total.update(json.dumps(plain).encode())
+            self._digest = int.from_bytes(total.digest(), "big")
         return self._digest
 
     def step_optimizers(self) -> None:
@@ -192,28 +199,26 @@ class Replica:
         self._check_parameters(self._device)
         return [p for p in parameters.values() if id(p) not in known]
 
+    def parameters_by_name(self) -> dict[str, torch.Tensor]:
+        """All parameters, frozen ones too, by their names in the plain model."""
+        return {plain_name(name): p for name, p in named_parameters(self.model).items()}
+
     def names_to_train(self) -> list[str]:
-        """The names, in the plain model, of the parameters that the next step trains."""
-        return [plain_name(name) for name, p in named_parameters(self.model).items() if p.requires_grad]
+        """The names of the parameters that the next step trains."""
+        return [name for name, p in self.parameters_by_name().items() if p.requires_grad]
 
     def names_of(self, parameters: Sequence[torch.Tensor]) -> list[str]:
-        """The names in the plain model."""
-        names = {id(p): plain_name(name) for name, p in named_parameters(self.model).items()}
+        names = {id(p): name for name, p in self.parameters_by_name().items()}
         return [names[id(p)] for p in parameters]
 
-    def parameters_named(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Parameters by their names in the plain model, in the given order."""
-        parameters = {plain_name(name): p for name, p in named_parameters(self.model).items()}
-        return {name: parameters[name] for name in names}
-
     def group_names(self) -> list[list[list[str]]]:
-        """The names of the parameters in the plain model, by optimizer and group."""
-        names = {id(p): plain_name(name) for name, p in named_parameters(self.model).items()}
+        """The names of the parameters, by optimizer and group."""
+        names = {id(p): name for name, p in self.parameters_by_name().items()}
         return [[[names.get(id(p), "") for p in group["params"]] for group in o.param_groups] for o in self.optimizers]
 
     def add_groups(self, saved: Sequence[Sequence[Sequence[str]]]) -> None:
         """Add the parameter groups that a saved run had added after its set-up."""
-        parameters = {plain_name(name): p for name, p in named_parameters(self.model).items()}
+        parameters = self.parameters_by_name()
         for optimizer, groups, own in zip(self.optimizers, saved, self.group_names(), strict=False):
             if [list(group) for group in groups[: len(own)]] != own:
                 continue
@@ -222,10 +227,10 @@ class Replica:
                     optimizer.add_param_group({"params": [parameters[name] for name in group]})
 
     def set_trained(self, names: Sequence[str]) -> None:
-        """Train the parameters with these names in the plain model, and freeze all others."""
-        for name, parameter in named_parameters(self.model).items():
+        """Train the parameters with these names, and freeze all others."""
+        for name, parameter in self.parameters_by_name().items():
             if parameter.is_floating_point():
-                parameter.requires_grad_(plain_name(name) in names)
+                parameter.requires_grad_(name in names)
 
     def has_changed(self) -> bool:
         """Whether parameters were frozen, unfrozen, or added by `add_param_group` since they were last noted."""
@@ -244,7 +249,9 @@ class Replica:
     def _note_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self.parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self._trained = list(self.parameters.values())
-        self.trained_names = tuple(self.parameters)  # the same tuple object until they change
+        described = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in self.parameters.items()]
+        self._hash_of_parameters = hashlib.blake2b(json.dumps(described).encode(), digest_size=6)
+        self._digest, self._digested = 0, []
         self._frozen = [p for p in parameters.values() if not p.requires_grad]
 
     def _check_parameters(self, device: torch.device) -> None:

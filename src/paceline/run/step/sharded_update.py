@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,6 +11,9 @@ from paceline.core.errors import CommunicationError, GenerationEnded
 from paceline.run.step.grad_norm import combined, num_segments, segment_norms
 from paceline.run.step.piece_optimizers import PieceOptimizers
 from paceline.run.step.replica import Number, Replica, Update
+
+if TYPE_CHECKING:
+    from paceline.run.membership.rejoining import Rejoining
 
 
 class Phase(IntEnum):
@@ -22,13 +25,6 @@ class Phase(IntEnum):
     NONE = 0
     READY = 1
     AGREED = 2
-
-
-class StepResolver(Protocol):
-    """How the remaining workers agree, after a loss, what to do with the open step."""
-
-    def resolve_step(self, error: BaseException) -> bool:
-        """Whether to complete it, because others may have, and rejoin after that. If not, rejoin immediately."""
 
 
 class ShardedUpdate(Update):
@@ -45,7 +41,7 @@ class ShardedUpdate(Update):
         self._shards = pieces.shards
         self._total_norm: torch.Tensor | None = None
         self.phase = Phase.NONE
-        self.resolver: StepResolver | None = None
+        self.resolver: Rejoining | None = None
         self._must_rejoin = False
 
     @property
@@ -70,13 +66,17 @@ class ShardedUpdate(Update):
         self._pieces.forget_division()
         self.phase = Phase.AGREED
 
+    def void(self) -> None:
+        """The step is repeated: its sums did not fit their grids."""
+        self.phase = Phase.NONE
+
     def _wait_for_all(self) -> None:
         communicator = self._shards.communicator
         communicator.all_reduce(torch.zeros(1, device=communicator.world.device)).wait()
 
     def clip(self) -> Number | None:
         if self._total_norm is not None:
-            own = [piece for p in self._used() for piece in self._shards.division.own_pieces(p)]
+            own = [piece.updated for p in self._used() for piece in self._shards.division.own_pieces(p)]
             torch.nn.utils.clip_grads_with_norm_(own, self._max_norm or 0.0, self._total_norm)
         return self._total_norm
 
@@ -112,11 +112,12 @@ class ShardedUpdate(Update):
         places: list[int] = []
         gradients: list[torch.Tensor] = []
         for parameter, count in zip(used, counts, strict=True):
-            for piece in filter(division.is_owner, division.own_pieces(parameter)):
-                if piece.grad is not None and (piece.numel() or not parameter.numel()):
-                    offset = num_segments(division.start_of(piece) + 1) - 1
-                    places += range(first + offset, first + offset + num_segments(piece.numel()))
-                    gradients.append(piece.grad)
+            for piece in division.own_pieces(parameter):
+                gradient, numel = piece.updated.grad, piece.updated.numel()
+                if piece.is_owner and gradient is not None and (numel or not parameter.numel()):
+                    offset = num_segments(piece.start + 1) - 1
+                    places += range(first + offset, first + offset + num_segments(numel))
+                    gradients.append(gradient)
             first += count
         if gradients:
             norms[torch.tensor(places, device=world.device)] = torch.stack(segment_norms(gradients)).to(norms.dtype)

@@ -20,23 +20,24 @@ class LinkMeasurement:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.num_steps = 0
         self.is_done = False
-        self._begun_s: float | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Count again: a worker that begins here has no time of earlier steps. Called on all workers."""
+        self._num_steps = 0
 
     @property
     def is_due(self) -> bool:
-        return self.num_steps >= LAST_STEP and not self.is_done
+        return self._num_steps >= LAST_STEP and not self.is_done
 
     def add_step(self) -> None:
-        self.num_steps += 1
-        if self.num_steps == FIRST_STEP:
+        self._num_steps += 1
+        if self._num_steps == FIRST_STEP:
             self._begun_s = self._now_s()
 
     def measure(self, num_values: int, communicator: Communicator) -> LinkUse:
-        world, steps_s = communicator.world, 0.0
-        if self._begun_s is not None:  # None if this worker joined after the first step
-            steps_s = self._now_s() - self._begun_s
+        world, steps_s = communicator.world, self._now_s() - self._begun_s
         rows = [communicator.empty(PROBE_BYTES, torch.uint8, self._device).zero_() for _ in range(world.size)]
         times = torch.zeros(world.size, 2, dtype=torch.float64, device=self._device)
         communicator.all_reduce(times).wait()  # a barrier
@@ -45,7 +46,7 @@ class LinkMeasurement:
             pending.wait()
         link_s = self._now_s() - begun_s
         times.zero_()
-        times[world.rank] = torch.tensor([steps_s / (self.num_steps - FIRST_STEP), link_s], dtype=torch.float64)
+        times[world.rank] = torch.tensor([steps_s / (self._num_steps - FIRST_STEP), link_s], dtype=torch.float64)
         communicator.all_reduce(times).wait()
         step_s, link_s = times.amax(dim=0).tolist()
         bytes_per_s = max(world.size - 1, 1) * PROBE_BYTES / max(link_s, 1e-9)

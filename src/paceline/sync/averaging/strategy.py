@@ -120,17 +120,24 @@ class AveragedReplicas:
         return self._local.hooks_per_parameter
 
     def set_parameters(self, parameters: Mapping[str, torch.Tensor], buffers: Buffers) -> None:
-        """Called with the same parameters when the workers have changed."""
-        if list(map(id, parameters.values())) != list(map(id, self._parameters)):
-            raise MisuseError(
-                "the set of trained parameters changed, which Averaging does not support: change it before the set-up, "
-                "or choose strategy='gradients'"
-            )
+        """Called when the workers have changed."""
+        self.check_parameters(parameters)
         self._world = self._communicator.world
         self._average.connect(self._communicator)
+        self._measurement.restart()
         self._counts = [0] * self._world.size
         self._request = 0.0
         self._reported = self._nothing_reported
+
+    def check_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Raise if parameters are trained that are not averaged. Those that are frozen may be averaged."""
+        averaged = set(map(id, self._parameters))
+        for name, parameter in parameters.items():
+            if id(parameter) not in averaged:
+                raise MisuseError(
+                    f"parameter {name!r} is trained now and was not at the set-up, which Averaging does not support: "
+                    "add or unfreeze it before the set-up, or choose strategy='gradients'"
+                )
 
     def send(self, message: WorkerMessage = NO_MESSAGE) -> None:
         self._request = message.request
@@ -195,14 +202,17 @@ class AveragedReplicas:
 
     @property
     def num_completed(self) -> int:
+        """The averages that this worker has completed. Others may have completed one more when a worker is lost."""
         # All workers measure the link together, as they average: a worker that missed it takes over the state.
         return self._average.num_completed + self._measurement.is_done
 
     @property
     def num_unsent_steps(self) -> int:
+        """Steps since the last average: what the loss of a worker costs."""
         return self._average.num_unsent_steps
 
     def drop(self) -> None:
+        """The workers have changed: give up the average in flight. Its steps are part of the next one."""
         self._failure = None
         if self._average.is_in_flight:
             self._drop_average()
@@ -216,7 +226,6 @@ class AveragedReplicas:
             "interval": self._interval.to_dict(),
             "drifts": list(self._guard.drifts),
             "round": astuple(self._round),
-            "num_measured_steps": self._measurement.num_steps,
             "is_link_measured": self._measurement.is_done,
         }
         return {"averaging": {**own, **self._average.state_dict()}}
@@ -225,7 +234,8 @@ class AveragedReplicas:
         saved = state.get("averaging")
         if saved is None:
             return  # saved by a world of one, which averages nothing
-        self._measurement.num_steps, self._measurement.is_done = saved["num_measured_steps"], saved["is_link_measured"]
+        self._measurement.restart()
+        self._measurement.is_done = saved["is_link_measured"]
         self._interval = ElChe.from_dict(saved["interval"])
         self._guard.drifts.clear()
         self._guard.drifts.extend(saved["drifts"])
@@ -330,31 +340,31 @@ class _RoundTimes:
 
 
 class GradientsFirst:
-    """Post-local SGD: forwards all calls to one exchange for the first `num_steps` steps, then to another."""
+    """Post-local SGD: forwards all calls to one exchange until the run has done `num_steps` steps, then to another.
 
-    def __init__(self, first: GradientExchange, then: Callable[[], GradientExchange], num_steps: int) -> None:
+    events: know the run's step.
+    """
+
+    def __init__(
+        self, first: GradientExchange, then: Callable[[], GradientExchange], num_steps: int, events: Events
+    ) -> None:
         self._now = first
-        self._then = then
-        self._steps_left = num_steps
+        self._then: Callable[[], GradientExchange] | None = then  # None once it is used
+        self._num_steps = num_steps
+        self._events = events
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._now, name)
 
     def complete(self) -> None:
         self._now.complete()
-        self._steps_left -= 1
-        if self._steps_left == 0:
-            self._switch()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"first_steps_left": self._steps_left, **self._now.state_dict()}
+        self._switch_if_due()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._steps_left = state.get("first_steps_left", self._steps_left)
-        if self._steps_left <= 0:
-            self._switch()
+        self._switch_if_due()
         self._now.load_state_dict(state)
 
-    def _switch(self) -> None:
-        self._now.close()
-        self._now = self._then()
+    def _switch_if_due(self) -> None:
+        if self._then is not None and self._events.step >= self._num_steps:
+            self._now.close()
+            self._now, self._then = self._then(), None

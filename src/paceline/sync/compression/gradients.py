@@ -29,23 +29,39 @@ class CompressedGradients(MeanGradients):
         self._compress: Compression = compress
         self._seed = seed
         self._num_exchanged = 0
-        self._residuals: dict[tuple[str, ...], torch.Tensor] = {}  # by the parameters of a bucket
+        # What this worker has not sent yet, by the parameters of a bucket; empty if the encoding leaves nothing.
+        self._residuals: dict[tuple[str, ...], torch.Tensor] = {}
         super().__init__(*arguments, **settings)
 
     def _lay_out(self, parameters: Mapping[str, torch.Tensor], buffers: Buffers) -> None:
         super()._lay_out(parameters, buffers)
         self._totals = [weighted_sum(self._compress, sums.layout.numel, self._communicator) for sums in self._sums]
+        self._gaps = [sums.layout.gaps(sums.flat) for sums in self._sums]
+        self._set_residuals(self._residuals)
+
+    def _set_residuals(self, known: Mapping[tuple[str, ...], torch.Tensor]) -> None:
+        """Zeros where nothing is known."""
+        device = self._communicator.world.device
+        self._residuals = {
+            names: known[names] if names in known else torch.zeros(sums.layout.numel, device=device)
+            for names, sums, total in zip(self._bucket_names, self._sums, self._totals, strict=True)
+            if total.keeps_residual
+        }
         self._next_residuals: dict[tuple[str, ...], torch.Tensor] = {}
+
+    @property
+    def _bucket_names(self) -> list[tuple[str, ...]]:
+        return [tuple(sums.layout.names) for sums in self._sums]
 
     def _start(self, sums: ExactSums | PlainSums) -> Pending:
         number, numel, names = len(self._pending), sums.layout.numel, tuple(sums.layout.names)
         gradients, others, total = sums.flat[:numel], sums.flat[numel:], self._totals[number]
+        if self._gaps[number]:
+            torch._foreach_zero_(self._gaps[number])  # a step in which fp16 overflowed leaves NaN there
         residual = None
         if total.keeps_residual:
-            known = self._residuals.get(names)
             # A copy: the step may be abandoned and repeated.
-            residual = torch.zeros(numel, device=gradients.device) if known is None else known.clone()
-            self._next_residuals[names] = residual
+            self._next_residuals[names] = residual = self._residuals[names].clone()
         rank = self._communicator.world.rank
         seed = derive_seed(self._seed, Purpose.COMPRESSION, self._num_exchanged, rank, number)
         total.start(gradients.to(torch.float32), 1.0, seed, residual)
@@ -56,7 +72,11 @@ class CompressedGradients(MeanGradients):
         numbers = super().finish(accept, update_unless)
         if numbers is not None:
             self._num_exchanged += 1
-            self._residuals |= self._next_residuals
+            if self._residuals:
+                # A step that is not finite is skipped: fp16 overflowed.
+                is_finite = torch.stack([sums.flat.sum().isfinite() for sums in self._sums]).all()
+                for names, residual in self._residuals.items():
+                    self._residuals[names] = torch.where(is_finite, self._next_residuals[names], residual)
         return numbers
 
     def state_dict(self) -> dict[str, Any]:
@@ -66,7 +86,7 @@ class CompressedGradients(MeanGradients):
         """Residuals begin with zeros."""
         super().load_state_dict(state)
         self._num_exchanged = state.get("num_exchanged", 0)
-        self._residuals.clear()
+        self._set_residuals({})
 
     def residuals(self) -> list[torch.Tensor] | None:
         """What this worker has not sent yet, by bucket; None if there is nothing."""
@@ -74,8 +94,8 @@ class CompressedGradients(MeanGradients):
 
     def load_residuals(self, saved: list[torch.Tensor] | None) -> None:
         device = self._communicator.world.device
-        names = [tuple(sums.layout.names) for sums in self._sums]
-        self._residuals = dict(zip(names, (each.to(device, copy=True) for each in saved or ()), strict=False))
+        copies = [each.to(device, copy=True) for each in saved or ()]
+        self._set_residuals(dict(zip(self._bucket_names, copies, strict=False)))
 
 
 @dataclass(frozen=True)

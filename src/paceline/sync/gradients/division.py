@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,6 +12,20 @@ from paceline.core.world import World
 from paceline.plan.memory import CHUNK_NUMEL, GPU_CHUNK_NUMEL, chunk_numel
 from paceline.plan.sharding import Chunk, Piece, Size, cut
 from paceline.sync.gradients.layout import memory_order
+
+
+@dataclass(frozen=True, eq=False)
+class OwnPiece:
+    """A piece that this worker holds.
+
+    weights: a view of the parameter. updated: what the optimizer updates, the same or a copy of higher precision.
+    start: the offset in the parameter. is_owner: this worker is the first holder.
+    """
+
+    weights: torch.Tensor
+    updated: torch.Tensor
+    start: int
+    is_owner: bool
 
 
 class Division:
@@ -31,11 +46,8 @@ class Division:
         self._parameters: list[torch.Tensor] = []
         self._number_of: dict[int, int] = {}
         self._tensors: dict[Piece, torch.Tensor] = {}
-        self._own_of: dict[int, list[torch.Tensor]] = {}
-        self._start_of: dict[int, int] = {}
-        self._with_copies: set[int] = set()  # own pieces whose owner is another worker, by id
-        self._view_of: dict[int, torch.Tensor] = {}
-        self._masters: dict[int, torch.Tensor] = {}
+        self._own: dict[int, list[OwnPiece]] = {}  # by id of the parameter
+        self._updated: dict[int, torch.Tensor] = {}  # by id of the view, of own pieces
 
     def cover(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Divide the parameters that are not divided yet. All workers make the same calls."""
@@ -67,13 +79,10 @@ class Division:
             tensor = flat(tensor)[piece.start : piece.stop]
         self._tensors[piece] = tensor
         if self._world.rank in chunk.holders:
-            if self.update_dtype(tensor.dtype) != tensor.dtype:
-                self._masters[id(tensor)] = tensor.to(self.update_dtype(tensor.dtype))
-            own = self.updated(tensor)
-            self._own_of.setdefault(id(parameter), []).append(own)
-            self._start_of[id(own)], self._view_of[id(own)] = piece.start, tensor
-            if self._world.rank != chunk.owner:
-                self._with_copies.add(id(own))
+            updated = tensor.to(self.update_dtype(tensor.dtype))  # the view itself unless the dtype differs
+            own = OwnPiece(tensor, updated, piece.start, self._world.rank == chunk.owner)
+            self._own.setdefault(id(parameter), []).append(own)
+            self._updated[id(tensor)] = updated
 
     @property
     def loads(self) -> list[int]:
@@ -110,25 +119,13 @@ class Division:
         """All divided parameters, in the order of their division."""
         return self._parameters
 
-    def own_pieces(self, parameter: torch.Tensor) -> list[torch.Tensor]:
-        """The pieces of a parameter that this worker updates: views of it, or masters of higher precision."""
-        return self._own_of.get(id(parameter), [])
-
-    def start_of(self, own: torch.Tensor) -> int:
-        """The offset of a piece of `own_pieces` in its parameter."""
-        return self._start_of[id(own)]
-
-    def view_of(self, own: torch.Tensor) -> torch.Tensor:
-        """The view of the parameter that corresponds to a piece of `own_pieces`."""
-        return self._view_of[id(own)]
-
-    def is_owner(self, own: torch.Tensor) -> bool:
-        """Whether this worker is the first holder of a piece of `own_pieces`."""
-        return id(own) not in self._with_copies
+    def own_pieces(self, parameter: torch.Tensor) -> list[OwnPiece]:
+        """The pieces of a parameter that this worker updates."""
+        return self._own.get(id(parameter), [])
 
     def updated(self, view: torch.Tensor) -> torch.Tensor:
-        """The tensor that a holder updates: the master of this view if it has one, else the view itself."""
-        return self._masters.get(id(view), view)
+        """The tensor that this worker, a holder, updates for a view of a parameter."""
+        return self._updated[id(view)]
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which pieces of parameters are updated."""
@@ -137,10 +134,10 @@ class Division:
     @torch.no_grad()
     def copy_masters(self, *, to_weights: bool) -> None:
         """Round the masters to the weights after an update, or set them from loaded weights."""
-        views = [view for view in self._tensors.values() if id(view) in self._masters]
-        masters = [self._masters[id(view)] for view in views]
-        if views:
-            torch._foreach_copy_(*((views, masters) if to_weights else (masters, views)))
+        pieces = [own for pieces in self._own.values() for own in pieces if own.updated is not own.weights]
+        weights, masters = [own.weights for own in pieces], [own.updated for own in pieces]
+        if pieces:
+            torch._foreach_copy_(*((weights, masters) if to_weights else (masters, weights)))
 
     def tensor(self, piece: Piece) -> torch.Tensor:
         return self._tensors[piece]
