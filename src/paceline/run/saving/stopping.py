@@ -48,20 +48,22 @@ class StopSignals:
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         self.is_requested = True
         self._request_stop()
+        path = os.environ.get(HEARD_VARIABLE)
+        if path is not None:
+            with suppress(OSError):
+                Path(path).touch()  # first: from now on the agent sends no second signal
         # The kernel's default action: a second signal must work while Python waits inside an exchange.
         for handled in self._previous:
             signal.signal(handled, signal.SIG_DFL)
-        if path := os.environ.get(HEARD_VARIABLE):
-            with suppress(OSError):
-                Path(path).touch()
-            if Path(path).with_name(ANNOUNCED_FILE).exists():
-                return  # sent by the agent, which has printed why
+        if path is not None and Path(path).with_name(ANNOUNCED_FILE).exists():
+            return  # sent by the agent, which has printed why
         # A launcher sends the same signal to the survivors of a dead worker, whose step cannot be completed.
         text = (
             f"paceline: {signal.Signals(number).name}: stopping after this step, which is saved if all workers "
             "complete it; send it again to exit immediately\n"
         )
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
+        with suppress(OSError, ValueError):  # not `notice`: a signal may interrupt another print
+            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
 
     def close(self) -> None:
         for number, handler in self._previous.items():
