@@ -13,10 +13,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from disturbed import TESTS, end, wait_until, workers_of
+from disturbed import PYTHONPATH, end, wait_until, workers_of
 from preloaded_python import PreloadedPython
 
 from bench.namespaces import ADDRESSES, INTERFACE, PORT, Link, missing_slow_link, slow_link
+from paceline.checkpoint.folders import complete_steps
 
 MISSING = missing_slow_link()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -81,7 +82,7 @@ class ElasticRun:
             ["nsenter", f"--net=/run/netns/{self.link.namespaces[host]}", sys.executable, "-m", "paceline", *arguments],
             env={
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "run" / "saving")]),
+                "PYTHONPATH": PYTHONPATH,
                 "TMPDIR": str(self.folder),  # a launcher that is killed leaves its folder to the next one
                 "CUDA_VISIBLE_DEVICES": "",
             },
@@ -147,7 +148,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "script.py").write_text(SCRIPT)
     (folder / "fast").touch()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "run" / "saving")])}
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     subprocess.run([sys.executable, folder / "script.py", folder], env=environment, check=True, capture_output=True)
     return (folder / "digest").read_text()
 
@@ -207,6 +208,21 @@ def test_a_host_that_is_told_to_end_leaves_after_a_step(run: ElasticRun, undistu
     assert "rank 1 left: rank 1 was asked to leave" in end(second)[1]
     run.finish(first)
     assert run.digest == undisturbed
+
+
+def test_all_hosts_that_are_told_to_end_stop_after_saving(run: ElasticRun) -> None:
+    """None of them leaves a run to the others."""
+    (run.folder / "script.py").write_text(
+        SCRIPT.replace("seed=5,", "seed=5, checkpoints=pl.Checkpoints(folder / 'c'),")
+    )
+    store = run.command(0, "rendezvous", "--address", ADDRESS)
+    launchers = [run.start(host) for host in (0, 1)]
+    run.wait_for_workers(2, launchers[0])
+    for launcher in launchers:
+        launcher.terminate()
+    assert [end(launcher)[0] for launcher in launchers] == [75, 75]
+    assert len(complete_steps(run.folder / "c")) == 1
+    store.kill()
 
 
 @pytest.mark.soak

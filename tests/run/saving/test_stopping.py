@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import threading
@@ -9,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 from disturbed import PACELINE_RUN, Disturbed, end, wait_until, workers_of
 from resumable import setup, step
@@ -16,6 +18,7 @@ from worker_pool import WorkerPool
 
 import paceline as pl
 from paceline.checkpoint.folders import complete_steps
+from paceline.run.membership.generation import Generation
 from paceline.run.saving.stopping import StopSignals
 
 
@@ -73,6 +76,67 @@ def test_a_signal_to_one_worker_stops_all_at_the_same_step(tmp_path: Path) -> No
     assert "restart" not in err
     (step,) = complete_steps(run.root)
     assert {(tmp_path / "marks" / f"rank-{rank}").read_text() for rank in (0, 1)} == {str(step)}
+
+
+@pytest.mark.parametrize("launcher", [(), PACELINE_RUN], ids=["alone", "launched"])
+def test_a_stderr_without_a_reader_is_no_obstacle(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    """As in `paceline run train.py 2>&1 | tee log`: Ctrl-C ends `tee` too. A closed terminal is similar."""
+    run = Disturbed(tmp_path, pause_s=0.05)
+    process = run.start(*launcher)
+    wait_until(lambda: run.step >= 2, process)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stderr.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 75
+    process.stdout.close()
+    assert len(complete_steps(run.root)) == 1
+
+
+def test_a_signal_to_all_processes_stops_the_run_once(tmp_path: Path) -> None:
+    """As `systemctl stop` sends it."""
+    run = Disturbed(tmp_path, pause_s=0.05)
+    launcher = run.start(*PACELINE_RUN)
+    wait_until(lambda: run.step >= 2, launcher)
+    family = psutil.Process(launcher.pid)
+    for process in [*family.children(recursive=True), family]:
+        process.send_signal(signal.SIGTERM)
+    code, err = end(launcher)
+    assert code == 75, err
+    assert len(complete_steps(run.root)) == 1
+
+
+@pytest.mark.parametrize("whom", ["launcher", "worker"])
+def test_a_stop_does_not_wait_for_a_worker_that_is_joining(tmp_path: Path, whom: str) -> None:
+    run = Disturbed(tmp_path, pause_s=2.0)
+    launcher = run.start(*PACELINE_RUN, "--min-workers", "1", "--max-restarts", "1")
+    wait_until(lambda: run.step >= 1, launcher)
+    survivor, victim = workers_of(launcher)
+    victim.kill()
+
+    def is_joining() -> bool:
+        [path] = run.folder.glob("paceline-*/start-0/generation")
+        return bool(Generation.from_json(path.read_text()).joined)
+
+    wait_until(is_joining, launcher)
+    os.kill(launcher.pid if whom == "launcher" else survivor.pid, signal.SIGTERM)
+    code, err = end(launcher)
+    assert code == 75, err
+    assert len(complete_steps(run.root)) == 1
+
+
+def test_survivors_of_a_worker_that_dies_while_they_stop_save(tmp_path: Path) -> None:
+    run = Disturbed(tmp_path, pause_s=1.0)
+    launcher = run.start(*PACELINE_RUN, "--min-workers", "1")
+    wait_until(lambda: run.step >= 2, launcher)
+    launcher.send_signal(signal.SIGTERM)
+    wait_until(lambda: len([*run.folder.glob("paceline-*/start-0/heard-*")]) == 2, launcher)
+    workers_of(launcher)[1].kill()
+    code, err = end(launcher)
+    assert code == 75, err
+    assert "rank 1 was killed by SIGKILL" in err
+    assert "1 worker continues" in err
+    assert len(complete_steps(run.root)) == 1
 
 
 @pytest.mark.parametrize("num_workers", [2, pytest.param(3, marks=pytest.mark.soak)])
