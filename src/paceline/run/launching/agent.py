@@ -27,7 +27,7 @@ from paceline.run.launching.fork_server import ForkServer
 from paceline.run.launching.nodes import NodeRendezvous
 from paceline.run.launching.output import output_file
 from paceline.run.launching.supervisor import Elastic, SingleNodeConsensus, Supervisor
-from paceline.run.launching.worker_exit import ExitKind, WorkerExit, first_failure, worker_file
+from paceline.run.launching.worker_exit import ExitKind, WorkerExit, first_failure, reserve_space, worker_file
 from paceline.run.membership.generation import Generation, Member
 from paceline.run.saving.stopping import Stopped
 
@@ -156,6 +156,7 @@ class Agent:
 
     def _start(self) -> None:
         self._exits, self._sent = {}, None
+        reserve_space(self._folder)
         nodes = self._nodes
         members = [Member(nodes.index, slot) for slot in range(nodes.num_workers_here)]
         shared: dict[str, Any] = {  # as torchrun sets them

@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline.core.notice import notice
-from paceline.observe.json_lines import replace_file
 from paceline.run.launching.fork_server import ForkServer
 from paceline.run.launching.stalls import StallDetector
-from paceline.run.launching.worker_exit import ExitKind, WorkerExit
+from paceline.run.launching.worker_exit import ExitKind, WorkerExit, write_in_start
 from paceline.run.membership.board import Activity, Board
 from paceline.run.membership.generation import Generation, Member
 from paceline.run.membership.member import BOARD_FILE, GENERATION_FILE, leave_file
@@ -243,7 +242,7 @@ class Supervisor:
 
     def _announce(self, generation: Generation) -> None:
         self.generation = generation
-        replace_file(self._folder / GENERATION_FILE, generation.to_json().encode())
+        write_in_start(self._folder / GENERATION_FILE, generation.to_json().encode())
         self._board.announce(generation)
 
     def _report(self) -> Report:
