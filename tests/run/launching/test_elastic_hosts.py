@@ -200,6 +200,21 @@ def test_a_store_elsewhere_outlives_the_first_host(run: ElasticRun, undisturbed:
 
 
 @pytest.mark.soak
+def test_a_host_that_was_suspended_is_left_behind(run: ElasticRun, undisturbed: str) -> None:
+    first, second = run.start(0), run.start(1, workers=2)
+    run.wait_for_workers(3, first)
+    second.send_signal(signal.SIGSTOP)
+    run.wait_for_workers(1, first)
+    second.send_signal(signal.SIGCONT)
+    code, err = end(second)
+    assert code == 1
+    assert "sent no heartbeat for 1.5 s" in err
+    assert "start the same command again to rejoin" in err
+    assert "sent no heartbeat for 1.5 s: it is down, or the link to it: 1 worker continues" in run.finish(first)
+    assert run.digest == undisturbed
+
+
+@pytest.mark.soak
 def test_a_host_that_is_told_to_end_leaves_after_a_step(run: ElasticRun, undisturbed: str) -> None:
     first, second = run.start(0), run.start(1, workers=2)
     run.wait_for_workers(3, first)
@@ -230,6 +245,8 @@ def test_all_hosts_that_are_told_to_end_stop_after_saving(run: ElasticRun) -> No
 def test_a_killed_worker_of_either_host_is_replaced(run: ElasticRun, undisturbed: str, host: int) -> None:
     launchers = [run.start(number, "--max-restarts", "1", workers=2) for number in (0, 1)]
     run.wait_for_workers(4, launchers[0])
+    step = run.status[0]
+    wait_until(lambda: run.status[0] >= step + 3, launchers[0])  # else those that have just joined join again
     workers_of(launchers[host])[0].kill()
     run.wait_for_workers(3, launchers[0])
     run.wait_for_workers(4, launchers[0])

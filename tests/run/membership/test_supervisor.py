@@ -232,6 +232,14 @@ def test_a_run_that_stops_during_a_join_does_not_wait_for_it(node: MakeNode) -> 
     assert own.supervisor.is_over
 
 
+def test_a_node_that_the_others_have_lost_says_so(node: MakeNode) -> None:
+    own = node(3)
+    own.enter_all()
+    ended = own.end(1, ExitKind.LEFT, 0, "rank 1 left: node a sent no heartbeat for 1.5 s")
+    assert ended.kind is ExitKind.COMMUNICATION
+    assert "start the same command again to rejoin" in ended.message
+
+
 def test_a_node_that_leaves_replaces_nobody(node: MakeNode) -> None:
     own = node(3, max_restarts=2)
     own.enter_all()

@@ -110,6 +110,7 @@ class Supervisor:
         self._consensus = consensus
         self._first_rank = first_rank
         self._start_replacement = start_replacement
+        self._node = slots[0].node
         self._slots = {member.slot: _Slot(member) for member in slots}
         folder.mkdir(exist_ok=True)
         self._board = Board.create(folder / BOARD_FILE, len(slots))
@@ -129,6 +130,9 @@ class Supervisor:
         if ended.kind in (ExitKind.DONE, ExitKind.STOPPED):
             self._finished_s[member] = time.monotonic()
             return ended
+        if ended.kind is ExitKind.LEFT and member not in self._leaving:
+            again = "the others continue without this node; start the same command again to rejoin"
+            return replace(ended, kind=ExitKind.COMMUNICATION, message=f"{ended.message}; {again}")
         if ended.kind is ExitKind.LEFT:
             self._server.kill_group(self._first_rank + slot)  # the processes that it started
             notice(f"{ended.message}: {self._who_continues}")
@@ -239,6 +243,10 @@ class Supervisor:
             self._consensus.propose(following)
         for generation in self._consensus.decided(self.generation.number):
             self._announce(generation)
+            # On the node of rank 0. Other losses are reported by their own node.
+            if generation.members[0].node == self._node:
+                for reason in dict.fromkeys(why for why in generation.left.values() if why in lost_nodes.values()):
+                    notice(f"{reason}: {self._who_continues}")
 
     def _announce(self, generation: Generation) -> None:
         self.generation = generation
