@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: the step is finished, the run saved, the process left with exit code 75. Twice: at once."""
+"""SIGTERM, SIGINT, SIGHUP: the step is finished, the run saved, the process left with exit code 75. Twice: at once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import psutil
@@ -50,8 +51,9 @@ def check_launcher(folder: Path, number: signal.Signals) -> None:
     assert "Traceback" not in err
 
 
-def test_a_worker_alone_saves_and_leaves_with_code_75(tmp_path: Path) -> None:
-    check_alone(tmp_path, signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_worker_alone_saves_and_leaves_with_code_75(tmp_path: Path, number: signal.Signals) -> None:
+    check_alone(tmp_path, number)
 
 
 def test_a_launcher_lets_its_workers_save(tmp_path: Path) -> None:
@@ -93,14 +95,16 @@ def test_a_stderr_without_a_reader_is_no_obstacle(tmp_path: Path, launcher: tupl
     assert len(complete_steps(run.root)) == 1
 
 
-def test_a_signal_to_all_processes_stops_the_run_once(tmp_path: Path) -> None:
-    """As `systemctl stop` sends it."""
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGTERM, signal.SIGHUP]])
+def test_signals_to_all_processes_stop_the_run_once(tmp_path: Path, numbers: list[signal.Signals]) -> None:
+    """As systemd sends them when a service is stopped, or a login session."""
     run = Disturbed(tmp_path, pause_s=0.05)
     launcher = run.start(*PACELINE_RUN)
     wait_until(lambda: run.step >= 2, launcher)
     family = psutil.Process(launcher.pid)
-    for process in [*family.children(recursive=True), family]:
-        process.send_signal(signal.SIGTERM)
+    processes = [*family.children(recursive=True), family]
+    for number, process in product(numbers, processes):
+        process.send_signal(number)
     code, err = end(launcher)
     assert code == 75, err
     assert len(complete_steps(run.root)) == 1
@@ -125,18 +129,19 @@ def test_a_stop_does_not_wait_for_a_worker_that_is_joining(tmp_path: Path, whom:
     assert len(complete_steps(run.root)) == 1
 
 
-def test_survivors_of_a_worker_that_dies_while_they_stop_save(tmp_path: Path) -> None:
+@pytest.mark.parametrize("min_workers", [1, 2])
+def test_survivors_of_a_worker_that_dies_while_they_stop_save(tmp_path: Path, min_workers: int) -> None:
     run = Disturbed(tmp_path, pause_s=1.0)
-    launcher = run.start(*PACELINE_RUN, "--min-workers", "1")
+    launcher = run.start(*PACELINE_RUN, "--min-workers", str(min_workers))
     wait_until(lambda: run.step >= 2, launcher)
     launcher.send_signal(signal.SIGTERM)
     wait_until(lambda: len([*run.folder.glob("paceline-*/start-0/heard-*")]) == 2, launcher)
     workers_of(launcher)[1].kill()
     code, err = end(launcher)
-    assert code == 75, err
-    assert "rank 1 was killed by SIGKILL" in err
-    assert "1 worker continues" in err
-    assert len(complete_steps(run.root)) == 1
+    assert "rank 1 was killed by SIGKILL" in err, err
+    assert ("1 worker continues" in err) == (min_workers == 1)
+    assert code == (75 if min_workers == 1 else 1), err
+    assert len(complete_steps(run.root)) == (min_workers == 1)
 
 
 @pytest.mark.parametrize("num_workers", [2, pytest.param(3, marks=pytest.mark.soak)])

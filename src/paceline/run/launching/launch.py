@@ -37,6 +37,7 @@ from paceline.run.launching.supervisor import Elastic
 from paceline.run.saving.stopping import Stopped
 
 FOLDER_PREFIX = "paceline-launch-"
+PAIR_S = 1.0  # between SIGTERM and SIGHUP of the same sender
 
 
 def launch(
@@ -312,11 +313,17 @@ def _locked(folder: Path) -> Iterator[None]:
 def _exit_on_termination() -> Iterator[None]:
     """In this block SIGTERM and SIGHUP raise SystemExit, so that cleanup runs.
 
-    Handlers that the user has set stay. Only the main thread can set handlers.
+    If one follows the other immediately, as at the end of a login session, they count as one signal. Handlers that the
+    user has set stay. Only the main thread can set handlers.
     """
+    last, last_s = 0, 0.0
 
     def exit_with(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+        nonlocal last, last_s
+        is_same = last not in (0, number) and time.monotonic() - last_s < PAIR_S
+        last, last_s = number, time.monotonic()
+        if not is_same:
+            raise SystemExit(128 + number)
 
     with ExitStack() as restore:
         for number in (signal.SIGTERM, signal.SIGHUP):
