@@ -260,8 +260,9 @@ class Agent:
     def _read_exit(self, rank: int, exit_code: int) -> WorkerExit:
         ended = WorkerExit.read(self._folder, rank, exit_code)
         has_no_report = ended.kind in (ExitKind.DIED, ExitKind.TERMINATED)
-        is_saving = self._supervising is not None and worker_file(self._folder, "heard", rank).exists()
-        is_stopped = self._is_stopping and not is_saving
+        is_stopped = self._is_stopping
+        if self._supervising is not None:  # others may save without a worker that was saving, or was killed
+            is_stopped = exit_code >= 0 and not worker_file(self._folder, "heard", rank).exists()
         is_ours = self._sent == signal.SIGKILL or (self._sent and (is_stopped or exit_code == -self._sent))
         return WorkerExit(ExitKind.ENDED, rank) if has_no_report and is_ours else ended
 
