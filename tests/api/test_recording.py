@@ -7,6 +7,7 @@ import os
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from torch.nn import functional
 from worker_pool import WorkerPool
 
 import paceline as pl
+from paceline.api import recording
+from paceline.core.rank_variables import LAUNCHED_VARIABLE
 from paceline.observe.metrics import read_curves
 from paceline.observe.run_files import RunFiles, process_started, read_status, state_of, write_json
 from paceline.run import control
@@ -103,6 +106,18 @@ def test_a_run_has_its_folder_with_metrics_plot_and_progress(
     shown = capsys.readouterr().out
     assert f"run {files.root}" in shown
     assert "step 12/12  loss" in shown
+
+
+def test_launches_in_the_same_second_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if workers may change. Every worker of a launch finds the same folder."""
+    run: Any = SimpleNamespace(rejoining=object())
+
+    def folder(launched: float) -> Path:
+        monkeypatch.setenv(LAUNCHED_VARIABLE, str(launched))
+        return recording._files_of(pl.Recording(tmp_path), run).root
+
+    assert folder(1e9 + 0.25) == folder(1e9 + 0.25)
+    assert folder(1e9 + 0.25) != folder(1e9 + 0.5)
 
 
 def test_how_a_run_ended_is_recorded(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from paceline.comm.shared_memory import peers, segment
 from paceline.comm.shared_memory.buffers import BLOCK_BYTES, SMALL_BYTES
 from paceline.comm.shared_memory.communicator import SCRATCH_BYTES, SharedMemoryCommunicator, missing_shared_memory
 from paceline.comm.shared_memory.peers import SharedMemoryUnavailable, placement
+from paceline.core import active_timer
 from paceline.core.errors import CommunicationError, CommunicationTimeout, MisuseError
 from paceline.core.world import World
 
@@ -183,18 +184,35 @@ def test_a_call_between_looking_and_falling_asleep_is_not_slept_through(monkeypa
     monkeypatch.setattr(peers, "NAP_S", 60.0)
     with sharing(2) as workers:
         tensors = buffers(workers, 1)
-        # The clock is read when waiting begins and, after looking in vain, before falling asleep.
+        # The clock is read twice after looking in vain, before falling asleep.
         events = iter([lambda: None, lambda: workers[1].all_reduce(tensors[1])])
 
         def clock() -> float:
             next(events)()
             return monotonic()
 
-        monkeypatch.setattr(peers, "monotonic", clock)
+        monkeypatch.setattr(active_timer, "monotonic", clock)
         started = monotonic()
         workers[0].all_reduce(tensors[0]).wait()
         assert next(events, None) is None
         assert monotonic() - started < 30
+
+
+def test_time_in_which_all_were_suspended_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    with sharing(2, timeout_s=30.0) as workers:
+        tensors = buffers(workers, 1)
+        num_hours = 0
+
+        def clock() -> float:
+            nonlocal num_hours
+            num_hours += 1
+            if num_hours == 10:
+                workers[1].all_reduce(tensors[1])
+            return 3600.0 * num_hours
+
+        monkeypatch.setattr(active_timer, "monotonic", clock)
+        workers[0].all_reduce(tensors[0]).wait()
+        assert num_hours == 10
 
 
 # What goes wrong.

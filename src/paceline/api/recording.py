@@ -121,7 +121,8 @@ def _files_of(recording: Recording, run: Run) -> RunFiles:
         return run_files.create_run_folder(folder, script)
     # Any worker may become rank 0, and then continues in the same folder.
     launched = datetime.fromtimestamp(float(os.environ[LAUNCHED_VARIABLE]))
-    return run_files.prepare_run_folder(folder / f"{script}_{launched:%Y-%m-%d_%H-%M-%S}")
+    # Another launch may begin in the same second.
+    return run_files.prepare_run_folder(folder / f"{script}_{launched:%Y-%m-%d_%H-%M-%S-%f}"[:-3])
 
 
 def _settings_of(config: RunConfig) -> dict[str, Any]:

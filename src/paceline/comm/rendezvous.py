@@ -18,12 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from paceline.core.active_timer import ActiveTimer
 from paceline.core.errors import CommunicationError, CommunicationTimeout
 from paceline.core.rank_variables import STORE_VARIABLE
 from paceline.core.secret import ForgedError, Secret, run_secret
@@ -100,7 +101,7 @@ class Rendezvous:
         # Not store.wait, in which signals are not handled.
         poll_s = MIN_POLL_S
         while not store.check(list(keys.values())):
-            if monotonic() > self._deadline_s:
+            if self._waited.update() > self._limit_s:
                 missing = [rank for rank, key in keys.items() if not store.check([key])]
                 raise CommunicationTimeout(
                     f"rank {self._world.rank} waited {self._limit_s:g} s for the world of {self._world.size} workers: "
@@ -115,7 +116,7 @@ class Rendezvous:
     @contextmanager
     def _limited(self, limit_s: float) -> Iterator[None]:
         """Limit the waits in this block, and translate the errors of stores."""
-        self._limit_s, self._deadline_s = limit_s, monotonic() + limit_s
+        self._limit_s, self._waited = limit_s, ActiveTimer()
         rank = self._world.rank
         try:
             yield

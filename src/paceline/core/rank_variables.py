@@ -14,7 +14,7 @@ MEMBER_VARIABLE = "PACELINE_MEMBER"
 FIRST_SIZE_VARIABLE = "PACELINE_FIRST_SIZE"
 # The worker's number for its agent, also in the names of files. It is its rank until the workers change.
 NUMBER_VARIABLE = "PACELINE_WORKER"
-# When the workers' launch began, as Unix time: workers that join later find the folder of the run by it.
+# When the run was launched, as Unix time, the same on all nodes: workers that join later find the run's folder by it.
 LAUNCHED_VARIABLE = "PACELINE_LAUNCHED"
 
 

@@ -143,7 +143,7 @@ def main(folder: Path, hosts: list[str]) -> None:
             with suppress(OSError):
                 send_pickles(f"\0{name}", socket.AF_UNIX, marker)
             reached["unix"].append(name)
-        for path in Path(os.environ["TMPDIR"]).glob("paceline-run-*"):
+        for path in Path(os.environ["TMPDIR"]).glob("paceline-launch-*"):
             with suppress(OSError):
                 reached["files"] += [str(file) for file in path.iterdir()]
         (folder / "reached").write_text(json.dumps(reached))

@@ -13,10 +13,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from disturbed import TESTS, end, wait_until, workers_of
+from disturbed import PYTHONPATH, end, wait_until, workers_of
 from preloaded_python import PreloadedPython
 
 from bench.namespaces import ADDRESSES, INTERFACE, PORT, Link, missing_slow_link, slow_link
+from paceline.checkpoint.folders import complete_steps
 
 MISSING = missing_slow_link()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -81,7 +82,7 @@ class ElasticRun:
             ["nsenter", f"--net=/run/netns/{self.link.namespaces[host]}", sys.executable, "-m", "paceline", *arguments],
             env={
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "run" / "saving")]),
+                "PYTHONPATH": PYTHONPATH,
                 "TMPDIR": str(self.folder),  # a launcher that is killed leaves its folder to the next one
                 "CUDA_VISIBLE_DEVICES": "",
             },
@@ -147,7 +148,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("undisturbed")
     (folder / "script.py").write_text(SCRIPT)
     (folder / "fast").touch()
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "run" / "saving")])}
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     subprocess.run([sys.executable, folder / "script.py", folder], env=environment, check=True, capture_output=True)
     return (folder / "digest").read_text()
 
@@ -199,6 +200,21 @@ def test_a_store_elsewhere_outlives_the_first_host(run: ElasticRun, undisturbed:
 
 
 @pytest.mark.soak
+def test_a_host_that_was_suspended_is_left_behind(run: ElasticRun, undisturbed: str) -> None:
+    first, second = run.start(0), run.start(1, workers=2)
+    run.wait_for_workers(3, first)
+    second.send_signal(signal.SIGSTOP)
+    run.wait_for_workers(1, first)
+    second.send_signal(signal.SIGCONT)
+    code, err = end(second)
+    assert code == 1
+    assert "sent no heartbeat for 1.5 s" in err
+    assert "start the same command again to rejoin" in err
+    assert "sent no heartbeat for 1.5 s: it is down, or the link to it: 1 worker continues" in run.finish(first)
+    assert run.digest == undisturbed
+
+
+@pytest.mark.soak
 def test_a_host_that_is_told_to_end_leaves_after_a_step(run: ElasticRun, undisturbed: str) -> None:
     first, second = run.start(0), run.start(1, workers=2)
     run.wait_for_workers(3, first)
@@ -209,11 +225,28 @@ def test_a_host_that_is_told_to_end_leaves_after_a_step(run: ElasticRun, undistu
     assert run.digest == undisturbed
 
 
+def test_all_hosts_that_are_told_to_end_stop_after_saving(run: ElasticRun) -> None:
+    """None of them leaves a run to the others."""
+    (run.folder / "script.py").write_text(
+        SCRIPT.replace("seed=5,", "seed=5, checkpoints=pl.Checkpoints(folder / 'c'),")
+    )
+    store = run.command(0, "rendezvous", "--address", ADDRESS)
+    launchers = [run.start(host) for host in (0, 1)]
+    run.wait_for_workers(2, launchers[0])
+    for launcher in launchers:
+        launcher.terminate()
+    assert [end(launcher)[0] for launcher in launchers] == [75, 75]
+    assert len(complete_steps(run.folder / "c")) == 1
+    store.kill()
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("host", [0, 1])
 def test_a_killed_worker_of_either_host_is_replaced(run: ElasticRun, undisturbed: str, host: int) -> None:
     launchers = [run.start(number, "--max-restarts", "1", workers=2) for number in (0, 1)]
     run.wait_for_workers(4, launchers[0])
+    step = run.status[0]
+    wait_until(lambda: run.status[0] >= step + 3, launchers[0])  # else those that have just joined join again
     workers_of(launchers[host])[0].kill()
     run.wait_for_workers(3, launchers[0])
     run.wait_for_workers(4, launchers[0])

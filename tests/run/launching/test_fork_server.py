@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 from paceline.core.errors import WorkerError
 from paceline.run.launching import agent, fork_server
 from paceline.run.launching.launch import launch
+from paceline.run.launching.worker_exit import ExitKind, WorkerExit
 
 
 @pytest.fixture
@@ -151,6 +154,41 @@ def test_a_worker_that_leaves_without_a_word_has_failed() -> None:
 
     with pytest.raises(WorkerError, match=r"^rank 1 exited with code 0 before its work was done$"):
         launch(work, 2)
+
+
+def test_a_worker_that_cannot_be_started_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others live on: they would end with the server."""
+
+    def fork(environment: dict[str, str], *_: object) -> int:
+        if environment["RANK"] == "1":
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return 1000
+
+    monkeypatch.setattr(fork_server, "_fork_worker", fork)
+    environments = {rank: {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": "2"} for rank in range(2)}
+    running: dict[int, int] = {}
+    ours, theirs = Pipe()
+    with ours, theirs:
+        fork_server._start_workers(environments, tmp_path, {}, theirs, running)
+        assert [ours.recv(), ours.recv()] == [{0: 1000}, (1, 1)]
+    assert running == {1000: 0}
+    ended = WorkerExit.read(tmp_path / "start-2", 1, 1)
+    assert (ended.kind, ended.message.partition(";")[0]) == (
+        ExitKind.DIED,
+        "rank 1 cannot be started: Resource temporarily unavailable",
+    )
+
+
+def test_the_process_id_of_an_ended_worker_is_used_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After that it may be another program's."""
+    killed: list[int] = []
+    monkeypatch.setattr(fork_server.os, "killpg", lambda group, _: killed.append(group))
+    server = object.__new__(fork_server.ForkServer)
+    server.pids, server.exit_codes = {0: 1000, 1: 1001}, {1: -9}
+    server.kill_group(1)
+    server.kill_group(0)
+    server.kill()
+    assert killed == [1001, 1000, 1000]
 
 
 @pytest.mark.usefixtures("nothing_ahead")

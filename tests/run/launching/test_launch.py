@@ -138,13 +138,15 @@ def test_workers_divide_the_cores_unless_the_user_did(tmp_path: Path, monkeypatc
 
 def test_folders_of_killed_launchers_are_swept_and_live_ones_kept(temporary_folder: Path) -> None:
     abandoned = temporary_folder / f"{launch_module.FOLDER_PREFIX}abandoned"
-    in_the_making = temporary_folder / f"{launch_module.FOLDER_PREFIX}new"
+    in_the_making = temporary_folder / f".{launch_module.FOLDER_PREFIX}new"
     abandoned.mkdir()
-    (abandoned / launch_module.LOCK_FILE).touch()
+    (abandoned / "start.json").touch()
     in_the_making.mkdir()
     with launch_module.run_folder() as first, launch_module.run_folder() as second:
         assert first.stat().st_mode & 0o777 == 0o700
         assert sorted(temporary_folder.iterdir()) == sorted([in_the_making, first, second])
+        with pytest.raises(BlockingIOError), launch_module._locked(first):
+            pass
     in_the_making.rmdir()
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 from waiting import wait_until
 
+from paceline.core.rank_variables import LAUNCHED_VARIABLE
 from paceline.run.launching import nodes as nodes_module
+from paceline.run.launching.elastic_nodes import ElasticNodes
 from paceline.run.launching.nodes import NodeRendezvous, Nodes, NodesError, interface_of
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit
 
@@ -58,6 +61,13 @@ def test_all_nodes_restart_and_name_the_same_failure(pair: tuple[NodeRendezvous,
     second.publish(ended(ExitKind.ENDED, 1, is_final=True))
     assert [node.wait_for_results() for node in pair] == [False, False]
     assert [node.first_failure() for node in pair] == [ended(ExitKind.DIED, 0)] * 2
+
+
+def test_nodes_that_come_and_go_know_when_the_run_was_launched(free_address: str) -> None:
+    """The next rank 0 finds the run's folder by it, on whichever host."""
+    nodes = Nodes(1, free_address, 20.0, max_num=2)
+    with closing(ElasticNodes(nodes, 1, {})) as first, closing(ElasticNodes(nodes, 1, {})) as second:
+        assert first.environment[LAUNCHED_VARIABLE] == second.environment[LAUNCHED_VARIABLE]
 
 
 def test_a_stop_on_one_node_does_not_end_the_other(pair: tuple[NodeRendezvous, NodeRendezvous]) -> None:

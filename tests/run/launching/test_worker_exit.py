@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import errno
+import os
 import signal
 from pathlib import Path
 
 import pytest
 
+from paceline.run.launching import worker_exit
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit, first_failure, worker_file
 
 SIGKILL, SIGSEGV, SIGTERM = -signal.SIGKILL, -signal.SIGSEGV, -signal.SIGTERM
@@ -82,3 +85,19 @@ def test_stacks_are_shown_like_tracebacks_with_source_lines(tmp_path: Path) -> N
     )
     crash = "rank 1 was killed by SIGSEGV (a crash in native code)"
     assert failure.message == f"{crash}\n\nits last Python stack:\n{failure.traceback_text}"
+
+
+def test_a_full_disk_does_not_hide_how_a_worker_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = tmp_path / "start-0"
+    worker_exit.reserve_space(start)
+    [reserved] = start.iterdir()
+
+    def replace_file(path: Path, content: bytes) -> None:
+        if reserved.exists():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        path.write_bytes(content)
+
+    monkeypatch.setattr(worker_exit, "replace_file", replace_file)
+    ended = WorkerExit(ExitKind.DONE, 1)
+    ended.write(start)
+    assert WorkerExit.read(start, 1, 0) == ended

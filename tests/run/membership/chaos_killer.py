@@ -201,6 +201,6 @@ class Killer:
         time.sleep(1.0)
         texts = [
             f"{path.name}: {path.read_text(errors='replace')}"
-            for path in Path(tempfile.gettempdir()).glob("paceline-run-*/start-*/stack-*")
+            for path in Path(tempfile.gettempdir()).glob("paceline-launch-*/start-*/stack-*")
         ]
         return "\n".join(texts)

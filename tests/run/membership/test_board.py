@@ -30,8 +30,8 @@ def board(path: Path) -> Board:
 def test_a_new_board_is_blank(board: Board, path: Path) -> None:
     assert (board.newest, board.intact) == (0, 0)
     for slot in range(3):
-        assert board.activity(slot) is Activity.SETTING_UP
-        assert (board.num_ticks(slot), board.num_steps(slot), board.entered(slot)) == (0, 0, -1)
+        assert board.row(slot).activity is Activity.SETTING_UP
+        assert (board.row(slot).num_ticks, board.row(slot).num_steps, board.row(slot).entered) == (0, 0, -1)
     assert [each.name for each in path.parent.iterdir()] == ["board"]
 
 
@@ -51,13 +51,13 @@ def test_rows_are_the_workers_own(board: Board, path: Path) -> None:
     assert rows[1].enter(Activity.WAITING) == Activity.COMPUTING
     rows[1].note_steps(7)
     rows[2].note_entered(FIRST)
-    assert [board.activity(slot) for slot in range(3)] == [0, Activity.WAITING, 0]
-    assert [board.num_ticks(slot) for slot in range(3)] == [0, 2, 0]
-    assert [board.num_steps(slot) for slot in range(3)] == [0, 7, 0]
-    assert [board.entered(slot) for slot in range(3)] == [-1, -1, 0]
-    board.clear(1)
-    assert (board.activity(1), board.num_ticks(1), board.num_steps(1)) == (Activity.SETTING_UP, 0, 0)
-    assert board.entered(2) == 0
+    assert [board.row(slot).activity for slot in range(3)] == [0, Activity.WAITING, 0]
+    assert [board.row(slot).num_ticks for slot in range(3)] == [0, 2, 0]
+    assert [board.row(slot).num_steps for slot in range(3)] == [0, 7, 0]
+    assert [board.row(slot).entered for slot in range(3)] == [-1, -1, 0]
+    board.row(1).clear()
+    assert (board.row(1).activity, board.row(1).num_ticks, board.row(1).num_steps) == (Activity.SETTING_UP, 0, 0)
+    assert board.row(2).entered == 0
 
 
 @pytest.fixture
@@ -85,12 +85,12 @@ def other_process(board: Board, path: Path) -> Iterator[int]:
 
 
 def test_processes_see_each_other(board: Board, other_process: int) -> None:
-    wait_until(lambda: board.activity(2) is Activity.COMPUTING)
+    wait_until(lambda: board.row(2).activity is Activity.COMPUTING)
     first = FIRST.without({Member(0, 1): "died"})
     board.announce(first)
-    wait_until(lambda: board.num_steps(2) == 1)
+    wait_until(lambda: board.row(2).num_steps == 1)
     joined = first.changed({}, [Member(0, 1, 1)])
     assert joined is not None
     board.announce(joined)
-    wait_until(lambda: board.num_steps(2) == 2)
+    wait_until(lambda: board.row(2).num_steps == 2)
     assert os.waitstatus_to_exitcode(os.waitpid(other_process, 0)[1]) == 1  # intact: joining breaks nothing

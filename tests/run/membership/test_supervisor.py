@@ -225,6 +225,41 @@ def test_a_run_that_ends_during_a_join_does_not_wait_for_it(node: MakeNode) -> N
     assert own.supervisor.is_over
 
 
+def test_a_run_that_stops_during_a_join_does_not_wait_for_it(node: MakeNode) -> None:
+    own = node(2, max_restarts=1)
+    join(own, 1)
+    own.end(0, ExitKind.STOPPED, 75)
+    assert own.supervisor.is_over
+
+
+def test_a_node_that_the_others_have_lost_says_so(node: MakeNode) -> None:
+    own = node(3)
+    own.enter_all()
+    ended = own.end(1, ExitKind.LEFT, 0, "rank 1 left: node a sent no heartbeat for 1.5 s")
+    assert ended.kind is ExitKind.COMMUNICATION
+    assert "start the same command again to rejoin" in ended.message
+
+
+def test_a_node_that_leaves_replaces_nobody(node: MakeNode) -> None:
+    own = node(3, max_restarts=2)
+    own.enter_all()
+    own.end(1)
+    own.supervisor.leave()
+    own.end(2)
+    own.look()
+    assert not own.replaced
+
+
+def test_all_are_leaving(node: MakeNode) -> None:
+    own = node(3)
+    own.enter_all()
+    own.membership(0).ask_to_leave(Member(0, 1))
+    own.look()
+    assert not own.supervisor.are_all_leaving
+    own.supervisor.leave()
+    assert own.supervisor.are_all_leaving
+
+
 def test_the_last_one_with_the_state_dies_during_a_join(node: MakeNode) -> None:
     own = node(2, max_restarts=1)
     join(own, 1)
@@ -249,9 +284,33 @@ def test_a_worker_is_asked_to_leave(node: MakeNode, capfd: pytest.CaptureFixture
     assert own.generation.left == {Member(0, 1): "rank 1 was asked to leave"}
     assert not own.generation.is_urgent
     assert own.end(1, ExitKind.LEFT, 0, "rank 1 left: it was asked to").kind is ExitKind.LEFT
+    assert own.server.killed == [1]  # what it had started
     assert "rank 1 left: it was asked to: 2 workers continue" in capfd.readouterr().err
     own.look(100)
     assert not own.replaced
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_a_worker_that_is_asked_to_leave_before_it_joins_is_ended(node: MakeNode, is_ready: bool) -> None:
+    own = node(3, max_restarts=1)
+    own.enter_all()
+    own.end(1)
+    own.look()  # nobody has entered the generation since: the replacement cannot join yet
+    if is_ready:
+        own.ready(1)
+    own.server.killed.clear()
+    own.membership(0).ask_to_leave(own.members[1])
+    own.look()
+    assert own.server.killed == [1]
+    ended = WorkerExit.read(own.folder, 1, -9)
+    assert (ended.kind, ended.message) == (ExitKind.LEFT, "rank 1 left before it had joined")
+    assert own.end(1, ended.kind, message=ended.message).kind is ExitKind.LEFT
+    own.server.killed.clear()
+    own.look()
+    own.enter_all()
+    own.look()
+    assert not own.server.killed
+    assert own.generation.members == (Member(0, 0), Member(0, 2))
 
 
 # Workers that stand still

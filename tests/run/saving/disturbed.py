@@ -16,6 +16,7 @@ import psutil
 from preloaded_python import PreloadedPython
 
 TESTS = Path(__file__).parents[2]
+PYTHONPATH = os.pathsep.join(map(str, (TESTS.parent / "src", TESTS, TESTS / "run" / "saving")))
 
 # Trains to the end and leaves the digest in FOLDER/../digest. Steps take a few milliseconds, a save about as long.
 SCRIPT = """
@@ -82,7 +83,7 @@ class Disturbed:
             [*inside, sys.executable, *launcher, *self._arguments],
             env={
                 **os.environ,
-                "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS / "run" / "saving")]),
+                "PYTHONPATH": PYTHONPATH,
                 "OMP_NUM_THREADS": "1",
                 "TMPDIR": str(self.folder),  # a launcher that is killed leaves its folder to the next one
                 "CUDA_VISIBLE_DEVICES": "",

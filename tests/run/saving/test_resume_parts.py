@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from models import digest, vectors
 from resumable import NUM_STEPS, build, run, setup, snapshots_of, step
 from safetensors.torch import save_file
 from torch.nn import functional
+from waiting import wait_until
 from worker_pool import WorkerPool
 
 import paceline as pl
@@ -101,6 +103,22 @@ def test_replicated_state_may_be_written_by_several(tmp_path: Path, pool: Worker
     pool.run(main, 2, 5)
     assert (tmp_path / "step-00000005" / "model.safetensors.index.json").exists()
     assert main(None) == run(None)
+
+
+def test_snapshots_whose_folder_was_removed_are_written_again(tmp_path: Path) -> None:
+    """systemd removes it when the user logs out."""
+    steps: list[int] = []
+
+    def remove(record: pl.StepRecord) -> None:
+        wait_until(lambda: snapshots_of(tmp_path))
+        shutil.rmtree(snapshots_of(tmp_path)[0].parent)
+        steps.append(record.step)
+
+    with setup(tmp_path, snapshot_every=4) as trainer:
+        trainer.every(5, remove)
+        for batch in next(trainer.epochs(1)):
+            step(trainer, batch)
+    assert steps == [5, 10]
 
 
 def test_snapshots_in_memory_are_gone_when_the_run_ended_well(tmp_path: Path) -> None:

@@ -1,14 +1,17 @@
-"""SIGTERM and SIGINT: the step is finished, the run saved, the process left with exit code 75. Twice: at once."""
+"""SIGTERM, SIGINT, SIGHUP: the step is finished, the run saved, the process left with exit code 75. Twice: at once."""
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import threading
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 
+import psutil
 import pytest
 from disturbed import PACELINE_RUN, Disturbed, end, wait_until, workers_of
 from resumable import setup, step
@@ -16,6 +19,7 @@ from worker_pool import WorkerPool
 
 import paceline as pl
 from paceline.checkpoint.folders import complete_steps
+from paceline.run.membership.generation import Generation
 from paceline.run.saving.stopping import StopSignals
 
 
@@ -47,8 +51,9 @@ def check_launcher(folder: Path, number: signal.Signals) -> None:
     assert "Traceback" not in err
 
 
-def test_a_worker_alone_saves_and_leaves_with_code_75(tmp_path: Path) -> None:
-    check_alone(tmp_path, signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_worker_alone_saves_and_leaves_with_code_75(tmp_path: Path, number: signal.Signals) -> None:
+    check_alone(tmp_path, number)
 
 
 def test_a_launcher_lets_its_workers_save(tmp_path: Path) -> None:
@@ -73,6 +78,70 @@ def test_a_signal_to_one_worker_stops_all_at_the_same_step(tmp_path: Path) -> No
     assert "restart" not in err
     (step,) = complete_steps(run.root)
     assert {(tmp_path / "marks" / f"rank-{rank}").read_text() for rank in (0, 1)} == {str(step)}
+
+
+@pytest.mark.parametrize("launcher", [(), PACELINE_RUN], ids=["alone", "launched"])
+def test_a_stderr_without_a_reader_is_no_obstacle(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    """As in `paceline run train.py 2>&1 | tee log`: Ctrl-C ends `tee` too. A closed terminal is similar."""
+    run = Disturbed(tmp_path, pause_s=0.05)
+    process = run.start(*launcher)
+    wait_until(lambda: run.step >= 2, process)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stderr.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 75
+    process.stdout.close()
+    assert len(complete_steps(run.root)) == 1
+
+
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGTERM, signal.SIGHUP]])
+def test_signals_to_all_processes_stop_the_run_once(tmp_path: Path, numbers: list[signal.Signals]) -> None:
+    """As systemd sends them when a service is stopped, or a login session."""
+    run = Disturbed(tmp_path, pause_s=0.05)
+    launcher = run.start(*PACELINE_RUN)
+    wait_until(lambda: run.step >= 2, launcher)
+    family = psutil.Process(launcher.pid)
+    processes = [*family.children(recursive=True), family]
+    for number, process in product(numbers, processes):
+        process.send_signal(number)
+    code, err = end(launcher)
+    assert code == 75, err
+    assert len(complete_steps(run.root)) == 1
+
+
+@pytest.mark.parametrize("whom", ["launcher", "worker"])
+def test_a_stop_does_not_wait_for_a_worker_that_is_joining(tmp_path: Path, whom: str) -> None:
+    run = Disturbed(tmp_path, pause_s=2.0)
+    launcher = run.start(*PACELINE_RUN, "--min-workers", "1", "--max-restarts", "1")
+    wait_until(lambda: run.step >= 1, launcher)
+    survivor, victim = workers_of(launcher)
+    victim.kill()
+
+    def is_joining() -> bool:
+        [path] = run.folder.glob("paceline-*/start-0/generation")
+        return bool(Generation.from_json(path.read_text()).joined)
+
+    wait_until(is_joining, launcher)
+    os.kill(launcher.pid if whom == "launcher" else survivor.pid, signal.SIGTERM)
+    code, err = end(launcher)
+    assert code == 75, err
+    assert len(complete_steps(run.root)) == 1
+
+
+@pytest.mark.parametrize("min_workers", [1, 2])
+def test_survivors_of_a_worker_that_dies_while_they_stop_save(tmp_path: Path, min_workers: int) -> None:
+    run = Disturbed(tmp_path, pause_s=1.0)
+    launcher = run.start(*PACELINE_RUN, "--min-workers", str(min_workers))
+    wait_until(lambda: run.step >= 2, launcher)
+    launcher.send_signal(signal.SIGTERM)
+    wait_until(lambda: len([*run.folder.glob("paceline-*/start-0/heard-*")]) == 2, launcher)
+    workers_of(launcher)[1].kill()
+    code, err = end(launcher)
+    assert "rank 1 was killed by SIGKILL" in err, err
+    assert ("1 worker continues" in err) == (min_workers == 1)
+    assert code == (75 if min_workers == 1 else 1), err
+    assert len(complete_steps(run.root)) == (min_workers == 1)
 
 
 @pytest.mark.parametrize("num_workers", [2, pytest.param(3, marks=pytest.mark.soak)])

@@ -209,7 +209,8 @@ def _train(request: RunRequest, num_workers: int) -> int:
     except Stopped:
         if not request.quiet and not is_worker():
             named = files.root.name if files.root.parent == Path(RUNS_FOLDER) else str(files.root)
-            print(f"resume it with: paceline train --resume {shlex.quote(named)}", flush=True)
+            with suppress(OSError):  # Ctrl-C has also ended `tee`, or the terminal is gone
+                print(f"resume it with: paceline train --resume {shlex.quote(named)}", flush=True)
         raise
     if not request.quiet:
         with attempt("the summary"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import select
 from collections.abc import Callable, Mapping, Sequence
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import Any, TypeAlias, TypeVar
 
 from paceline.comm.rendezvous import Rendezvous
@@ -18,6 +18,7 @@ from paceline.comm.shared_memory.segment import (
     encode_record,
     unsupported_reason,
 )
+from paceline.core.active_timer import ActiveTimer
 from paceline.core.errors import CommunicationError, CommunicationTimeout, MisuseError
 from paceline.core.world import World
 
@@ -154,7 +155,7 @@ class LocalPeers:
     def _wait(
         self, segments: Mapping[int, Segment], is_ready: IsReady, call: str, omission: str, timeout_s: float
     ) -> None:
-        deadline = monotonic() + timeout_s
+        waited: ActiveTimer | None = None
         for segment in segments.values():
             if is_ready(segment):
                 continue
@@ -168,10 +169,12 @@ class LocalPeers:
                         break
                     if self._is_aborted:
                         raise CommunicationError(f"{call} was aborted on rank {self.world.rank}")
-                    if lost or monotonic() > deadline:
+                    waited = waited or ActiveTimer()
+                    is_late = waited.update() > timeout_s
+                    if lost or is_late:
                         missing = [rank for rank, each in segments.items() if not is_ready(each)]
                         self._raise_if_lost(missing, lost, call)
-                        if missing and monotonic() > deadline:
+                        if missing and is_late:
                             what = f"waited timeout_s={self.timeout_s:g} s in {call}"
                             raise CommunicationTimeout(f"rank {self.world.rank} {what}: ranks {missing} {omission}")
                     segment.signal.sleep(signal, NAP_S)

@@ -276,8 +276,8 @@ def _fork(run: Callable[[], None]) -> int:
 
 def _serve(connection: Connection, read: Callable[[Any], Any], stack_file: int) -> None:
     # The worker handles these signals; it may need its readers to finish a step.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)  # the parent's thread pool does not exist here
     _close_sockets(connection.fileno())
     faulthandler.register(_STACK_SIGNAL, stack_file, all_threads=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import WorkerError
+from paceline.core.notice import notice
 from paceline.core.rank_variables import (
     FIRST_SIZE_VARIABLE,
     MEMBER_VARIABLE,
@@ -27,11 +27,13 @@ from paceline.run.launching.fork_server import ForkServer
 from paceline.run.launching.nodes import NodeRendezvous
 from paceline.run.launching.output import output_file
 from paceline.run.launching.supervisor import Elastic, SingleNodeConsensus, Supervisor
-from paceline.run.launching.worker_exit import ExitKind, WorkerExit, first_failure, worker_file
+from paceline.run.launching.worker_exit import ExitKind, WorkerExit, first_failure, reserve_space, worker_file
 from paceline.run.membership.generation import Generation, Member
 from paceline.run.saving.stopping import Stopped
 
 GRACE_S = 3.0  # between SIGTERM and SIGKILL
+# If the sender of a signal has sent it to the workers too, this is enough time for them to respond.
+RESPONSE_S = 0.2
 # When a worker fails, the others notice a broken exchange before its report arrives. If all reports so far are of
 # broken exchanges, wait this long for the report of the cause.
 CAUSE_WAIT_S = 2.0
@@ -93,24 +95,26 @@ class Agent:
             self._server.kill()  # what the ended workers left running
             self._nodes.num_restarts += 1
             reason = failure.message.partition("\n")[0] if failure is not None else "the workers ended"
-            print(f"paceline: restart {self._nodes.num_restarts}: {reason}", file=sys.stderr)
+            notice(f"restart {self._nodes.num_restarts}: {reason}")
 
     def stop(self, cause: str | None = None) -> BaseException | None:
         """Ask the workers to end, and wait while they are saving. Returns what they report, or None.
 
         cause: printed if the workers finish their step instead of ending immediately.
         """
-        if self._nodes.has_others and self._leave():
-            return None
-        self._is_stopping = True
-        if cause is not None and (self._folder / worker.STOPPABLE_FILE).exists():
-            print(f"paceline: {cause}", file=sys.stderr, flush=True)
-        self._send(signal.SIGTERM)
-        deadline_s = time.monotonic() + GRACE_S
-        while self._server.pids and self._server.running:
-            if time.monotonic() > deadline_s and (self._failures() or not self._saving):
-                break
-            self._poll()
+        if not (self._nodes.has_others and self._leave()):
+            self._is_stopping = True
+            if cause is not None and (self._folder / worker.STOPPABLE_FILE).exists():
+                notice(cause)
+            time.sleep(RESPONSE_S)
+            if self._supervisor is not None:
+                self._supervisor.end_replacing()
+            self._send(signal.SIGTERM)
+            deadline_s = time.monotonic() + GRACE_S
+            while self._server.pids and self._server.running:
+                if time.monotonic() > deadline_s and (self._failures() or not self._saving):
+                    break
+                self._poll()
         self._poll(timeout_s=0)  # if an interrupt came between an exit and its report
         # Workers that ended immediately broke the exchanges of others, which is no failure.
         exits = [each for each in self._exits.values() if each.kind != ExitKind.COMMUNICATION]
@@ -122,10 +126,15 @@ class Agent:
         return [rank for rank in self._server.running if worker_file(self._folder, "heard", rank).exists()]
 
     def _leave(self) -> bool:
-        """Let the workers of this node leave the run, which continues. Returns whether they have left."""
+        """Let the workers of this node leave the run, which continues. Returns whether they have ended.
+
+        They cannot leave if all others do.
+        """
         assert self._supervisor is not None
         self._supervisor.leave()
         while self._server.running and not self._failures() and not self._nodes.peer_failed():
+            if self._supervisor.are_all_leaving:
+                return False
             self._poll()
         return not self._server.running
 
@@ -147,6 +156,7 @@ class Agent:
 
     def _start(self) -> None:
         self._exits, self._sent = {}, None
+        reserve_space(self._folder)
         nodes = self._nodes
         members = [Member(nodes.index, slot) for slot in range(nodes.num_workers_here)]
         shared: dict[str, Any] = {  # as torchrun sets them
@@ -224,18 +234,25 @@ class Agent:
         else:
             self._server.kill()
 
+    @property
+    def _supervising(self) -> Supervisor | None:
+        """The supervisor, if the others continue without a worker that dies; also while they stop."""
+        is_active = self._sent is None or (self._is_stopping and self._sent == signal.SIGTERM)
+        return self._supervisor if is_active else None
+
     def _poll(self, timeout_s: float = POLL_S) -> None:
         self._server.poll(timeout_s)
+        supervisor = self._supervising
         for rank, exit_code in self._server.exit_codes.items():
             if rank not in self._exits:
                 ended = self._read_exit(rank, exit_code)
-                if self._supervisor is not None and self._sent is None:
-                    ended = self._supervisor.note_exit(rank - self._nodes.first_rank, ended)
+                if supervisor is not None:
+                    ended = supervisor.note_exit(rank - self._nodes.first_rank, ended)
                 self._exits[rank] = ended
-        if self._supervisor is not None and self._sent is None and not self._failures():
-            self._supervisor.poll()
+        if supervisor is not None and not self._failures():
+            supervisor.poll()
             may_be_over = bool(self._exits) or self._nodes.num_nodes > 1
-            if may_be_over and self._supervisor.is_over and self._server.running:
+            if may_be_over and supervisor.is_over and self._server.running:
                 self._send(signal.SIGKILL)
         if self._on_poll():
             self._server.kill()
@@ -243,7 +260,10 @@ class Agent:
     def _read_exit(self, rank: int, exit_code: int) -> WorkerExit:
         ended = WorkerExit.read(self._folder, rank, exit_code)
         has_no_report = ended.kind in (ExitKind.DIED, ExitKind.TERMINATED)
-        is_ours = self._sent == signal.SIGKILL or (self._sent and (self._is_stopping or exit_code == -self._sent))
+        is_stopped = self._is_stopping
+        if self._supervising is not None:  # others may save without a worker that was saving, or was killed
+            is_stopped = exit_code >= 0 and not worker_file(self._folder, "heard", rank).exists()
+        is_ours = self._sent == signal.SIGKILL or (self._sent and (is_stopped or exit_code == -self._sent))
         return WorkerExit(ExitKind.ENDED, rank) if has_no_report and is_ours else ended
 
     def _failures(self) -> set[ExitKind]:

@@ -5,6 +5,7 @@ there is no leader. A node that loses contact with the store ends its workers: t
 same command lets it join again.
 
     over            the run has ended; the next launch at this address begins another
+    launched        when the first node came
     node-I          the record of node I
     generation-N    the N-th generation, written once
     leave-M         member M is asked to leave
@@ -14,12 +15,13 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
+from paceline.core.notice import notice
+from paceline.core.rank_variables import LAUNCHED_VARIABLE
 from paceline.run.launching.heartbeats import Heartbeats, Record
 from paceline.run.launching.nodes import POLL_S, Nodes, NodesError, open_store, wait_for_nodes, worker_environment
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit, first_failure
@@ -72,7 +74,8 @@ class ElasticNodes:
         self.index = int(self._store.add("arrived", 1)) - 1
         self.first_rank = int(self._store.add("workers", num_workers)) - num_workers  # numbers of workers, for messages
         self.name = f"{socket.gethostname()} ({address})"
-        self.environment = worker_environment(nodes, address, shared_store.port)
+        launched = self._store.compare_set("launched", "", str(time.time())).decode()
+        self.environment = {**worker_environment(nodes, address, shared_store.port), LAUNCHED_VARIABLE: launched}
         self.num_workers_here = num_workers
         self._heartbeats = Heartbeats(
             self._store,
@@ -221,7 +224,7 @@ def _run_of(shared_store: Any, nodes: Nodes) -> tuple[Any, str]:
 
     secret = nodes.secret()
     if secret is None:
-        print(nodes.no_secret_warning, file=sys.stderr)
+        notice(nodes.no_secret_warning)
     number = 0
     while True:
         run_id = f"run-{number}"

@@ -38,6 +38,8 @@ KILL_WAIT_S = 5.0  # for killed processes to disappear
 # A stopped server (SIGSTOP) would never report an exit: kill it after this many consecutive polls in which it is
 # stopped. Polls, not seconds: suspending and resuming launcher and server together must not count.
 MAX_STOPPED_POLLS = 50
+# `systemctl stop` and some batch systems send these to all processes of a job. Launcher and workers act on them.
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class ForkServer:
@@ -108,20 +110,24 @@ class ForkServer:
 
     def kill(self) -> None:
         """Kill the process groups of all workers, including the children of workers that have ended."""
-        for rank in self.pids:
+        for rank in [*self.pids]:
             self.kill_group(rank)
 
     def kill_group(self, rank: int) -> None:
         """Kill one worker and its children."""
         with suppress(OSError, KeyError):  # gone, or not started yet
             os.killpg(self.pids[rank], signal.SIGKILL)
+        if rank in self.exit_codes:  # from now on its process id may be another program's
+            self.pids.pop(rank, None)
 
     def _kill_stopped_server(self) -> None:
         with suppress(ChildProcessError):  # it has ended
             is_stopped = os.waitid(os.P_PID, self._server.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
             self._num_stopped_polls = self._num_stopped_polls + 1 if is_stopped else 0
         if self._num_stopped_polls > MAX_STOPPED_POLLS:
-            print(f"paceline: the fork server (pid {self._server.pid}) was stopped: killing it", file=sys.stderr)
+            from paceline.core.notice import notice
+
+            notice(f"the fork server (pid {self._server.pid}) was stopped: killing it")
             self._server.kill()
 
     def __enter__(self) -> ForkServer:
@@ -149,6 +155,7 @@ def main(start_file: Path, channel: Connection, modules: Sequence[str]) -> NoRet
     from paceline.core.die_with_parent import die_with_parent
 
     die_with_parent(start["launcher_pid"])
+    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     _import(modules)
     running: dict[int, int] = {}  # ranks, by process id
     wake_up = _wake_on_child_exit()
@@ -160,13 +167,40 @@ def main(start_file: Path, channel: Connection, modules: Sequence[str]) -> NoRet
             while running and (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 channel.send((running.pop(ended[0]), os.waitstatus_to_exitcode(ended[1])))
             if channel in ready:
-                environments = channel.recv()
-                started = {
-                    rank: _fork_worker(each, start_file.parent, start, channel) for rank, each in environments.items()
-                }
-                running |= {pid: rank for rank, pid in started.items()}
-                channel.send(started)
+                _start_workers(channel.recv(), start_file.parent, start, channel, running)
     os._exit(0)
+
+
+def _start_workers(
+    environments: Mapping[int, dict[str, str]],
+    folder: Path,
+    start: dict[str, Any],
+    channel: Connection,
+    running: dict[int, int],
+) -> None:
+    started: dict[int, int] = {}
+    failed: list[int] = []
+    for rank, environment in environments.items():
+        try:
+            started[rank] = _fork_worker(environment, folder, start, channel)
+        except OSError as error:
+            failed.append(rank)
+            _report_failed_start(rank, error, folder, environment)
+    running |= {pid: rank for rank, pid in started.items()}
+    channel.send(started)
+    for rank in failed:
+        channel.send((rank, 1))
+
+
+def _report_failed_start(rank: int, error: OSError, folder: Path, environment: Mapping[str, str]) -> None:
+    from paceline.run.launching.worker import start_folder
+    from paceline.run.launching.worker_exit import ExitKind, WorkerExit
+
+    reports = start_folder(folder, int(environment["TORCHELASTIC_RESTART_COUNT"]))
+    with suppress(OSError):
+        reports.mkdir(exist_ok=True)
+        text = f"rank {rank} cannot be started: {error.strerror}; check the memory and `ulimit -u`"
+        WorkerExit(ExitKind.DIED, rank, text).write(reports)
 
 
 def _wake_on_child_exit() -> int:
@@ -206,6 +240,7 @@ def _fork_worker(environment: dict[str, str], folder: Path, start: dict[str, Any
         channel.close()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
         os.setsid()  # its own process group, so that its children can be killed with it
         os.environ.update(environment)
         if (numpy_random := sys.modules.get("numpy.random")) is not None:

@@ -6,14 +6,13 @@ A thread does this several times a second, because a broken link can block it.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Self, TypeVar
 
+from paceline.core.active_timer import ActiveTimer
+
 HEARTBEAT_S = 0.2
-# The longest interval that counts between two updates of a `SilenceTimer`.
-MAX_INTERVAL_S = 0.5
 # Nodes that have left, or were lost for this long, are no longer read: hosts may come and go for weeks.
 FORGET_S = 60.0
 LEAVE_S = 30.0  # how long the node with the store waits for the others at the end
@@ -40,23 +39,6 @@ class Record:
 R = TypeVar("R", bound=Record)
 
 
-class SilenceTimer:
-    """The seconds since the last message. Long intervals between updates do not count: this process may have waited."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.seconds = 0.0
-        self._updated_s = time.monotonic()
-
-    def update(self) -> float:
-        now_s = time.monotonic()
-        self.seconds += min(now_s - self._updated_s, MAX_INTERVAL_S)
-        self._updated_s = now_s
-        return self.seconds
-
-
 class Heartbeats(Generic[R]):
     """The latest records of all nodes. Without a store this node is the only one.
 
@@ -81,11 +63,11 @@ class Heartbeats(Generic[R]):
         self.peers: dict[int, R] = {}
         self.store_error = ""
         self.lost_s = lost_s
-        self._store_silence = SilenceTimer()
+        self._store_silence = ActiveTimer()
         self._index = index
         self._is_alone = store is None
         self._hosts_store = hosts_store
-        self._silence: dict[int, SilenceTimer] = {}  # since the record of a peer last changed
+        self._silence: dict[int, ActiveTimer] = {}  # since the record of a peer last changed
         self._num_heartbeats = 0
         self._has_news = threading.Event()
         # The store is open as long as something refers to it: only the thread does.
@@ -163,7 +145,7 @@ class Heartbeats(Generic[R]):
         return peer is not None and (peer.has_left or self._silence[index].seconds > FORGET_S)
 
     def _receive(self, index: int, record: R) -> None:
-        silence = self._silence.setdefault(index, SilenceTimer())
+        silence = self._silence.setdefault(index, ActiveTimer())
         if index in self.peers and record.heartbeat == self.peers[index].heartbeat:
             silence.update()
         else:

@@ -15,13 +15,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from paceline.core.errors import WorkerError
+from paceline.core.notice import notice
 from paceline.core.rank_variables import LAUNCHED_VARIABLE, MEMBERSHIP_VARIABLE, is_worker
 from paceline.core.secret import FILE_VARIABLE
 from paceline.core.usable_devices import LEFT_OUT_VARIABLE, try_gpus
@@ -35,8 +36,8 @@ from paceline.run.launching.output import follow_output
 from paceline.run.launching.supervisor import Elastic
 from paceline.run.saving.stopping import Stopped
 
-FOLDER_PREFIX = "paceline-run-"
-LOCK_FILE = "lock"
+FOLDER_PREFIX = "paceline-launch-"
+PAIR_S = 1.0  # between SIGTERM and SIGHUP of the same sender
 
 
 def launch(
@@ -144,10 +145,9 @@ class Launch:
         """In workers of another launcher, print on rank 0 that min_workers has no effect."""
         is_fixed = is_worker() and MEMBERSHIP_VARIABLE not in os.environ
         if self.min_workers is not None and is_fixed and os.environ["RANK"] == "0":
-            print(
-                "paceline: min_workers has no effect in workers of torchrun or Slurm, whose number cannot change: they "
-                "are restarted from the newest checkpoint; start them with `paceline run` instead",
-                file=sys.stderr,
+            notice(
+                "min_workers has no effect in workers of torchrun or Slurm, whose number cannot change: they are "
+                "restarted from the newest checkpoint; start them with `paceline run` instead"
             )
 
     @property
@@ -273,41 +273,57 @@ def _environment(folder: Path, count: int, nodes: Nodes) -> dict[str, str]:
 
 @contextmanager
 def run_folder() -> Iterator[Path]:
-    """A private folder for one launch, removed at the end; if this process is killed, by the next launch."""
+    """A private folder for one launch, removed at the end; if this process is killed, by the next launch.
+
+    It is locked, so that other launches keep it. systemd, too, keeps the files in locked folders; others in /tmp it
+    removes after 10 days.
+    """
     for old in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
         _remove_if_abandoned(old)
-    with _exit_on_termination():
-        folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
+    with _exit_on_termination(), ExitStack() as stack:
+        folder = Path(tempfile.mkdtemp(prefix=f".{FOLDER_PREFIX}"))
         try:
-            unfinished = folder / f"{LOCK_FILE}.new"
-            with unfinished.open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-                unfinished.rename(folder / LOCK_FILE)  # after locking, so that no other launch removes the folder
-                yield folder
+            with suppress(OSError):  # NFS cannot lock folders; then no launch removes one
+                stack.enter_context(_locked(folder))
+            folder = folder.rename(folder.with_name(folder.name[1:]))  # visible to other launches only now
+            yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _remove_if_abandoned(folder: Path) -> None:
+    with suppress(OSError):  # in use, or being removed
+        if folder.lstat().st_uid == os.getuid():
+            with _locked(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Raises OSError if another process holds the lock."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        if folder.lstat().st_uid != os.getuid():
-            return
-        with (folder / LOCK_FILE).open() as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-    except OSError:
-        return  # in use, or being created or removed
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
 def _exit_on_termination() -> Iterator[None]:
     """In this block SIGTERM and SIGHUP raise SystemExit, so that cleanup runs.
 
-    Handlers that the user has set stay. Only the main thread can set handlers.
+    If one follows the other immediately, as at the end of a login session, they count as one signal. Handlers that the
+    user has set stay. Only the main thread can set handlers.
     """
+    last, last_s = 0, 0.0
 
     def exit_with(number: int, _frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+        nonlocal last, last_s
+        is_same = last not in (0, number) and time.monotonic() - last_s < PAIR_S
+        last, last_s = number, time.monotonic()
+        if not is_same:
+            raise SystemExit(128 + number)
 
     with ExitStack() as restore:
         for number in (signal.SIGTERM, signal.SIGHUP):

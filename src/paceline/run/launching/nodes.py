@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from paceline.core.errors import PacelineError
+from paceline.core.notice import notice
 from paceline.core.secret import FILE_VARIABLE, Secret, read_secret, run_secret
 from paceline.run.launching.heartbeats import HEARTBEAT_S, Heartbeats, Record
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit, first_failure
@@ -26,7 +26,7 @@ DEFAULT_JOIN_TIMEOUT_S = 300.0
 LOST_S = 10.0  # without a heartbeat: the node is down, or the link to it
 POLL_S = 0.02
 _NO_SECRET = (
-    "paceline: this run has no secret: any process that can reach {address} can join or disturb it. Pass "
+    "this run has no secret: any process that can reach {address} can join or disturb it. Pass "
     "--secret-file, the same on every node; see docs/security.md"
 )
 
@@ -151,7 +151,7 @@ class NodeRendezvous:
 
         nodes, secret = self._nodes, self._nodes.secret()
         if secret is None:
-            print(nodes.no_secret_warning, file=sys.stderr)
+            notice(nodes.no_secret_warning)
         shared_store, self._hosts_store, own_address = open_store(nodes)
         store = private_store(shared_store, secret, "nodes")
         self.index = 0 if self._hosts_store else store.add("arrived", 1)
@@ -317,7 +317,7 @@ def keep_store(address: str) -> None:
     if (listener := _listen(host, port)) is None:
         raise NodesError(f"cannot listen at {address}: choose an address of this machine and a free port")
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    print(f"paceline: keeping the rendezvous at {address}; press Ctrl-C to end", file=sys.stderr)
+    notice(f"keeping the rendezvous at {address}; press Ctrl-C to end")
     try:
         while True:
             time.sleep(3600)

@@ -30,11 +30,7 @@ def show_output() -> None:
     """Append this worker's output to the files of rank 0 from now on, which the launcher shows."""
     if folder := os.environ.get(LOGS_VARIABLE):
         for name in ("out", "err"):
-            stream = getattr(sys, f"std{name}")
-            file = os.open(output_file(Path(folder), 0, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-            stream.flush()
-            os.dup2(file, stream.fileno())
-            os.close(file)
+            _append_to(output_file(Path(folder), 0, name), getattr(sys, f"std{name}"))
 
 
 def redirect_output(folder: Path, rank: int, num_restarts: int) -> None:
@@ -42,15 +38,21 @@ def redirect_output(folder: Path, rank: int, num_restarts: int) -> None:
     os.environ[LOGS_VARIABLE] = str(folder)
     for name in ("out", "err"):
         stream = getattr(sys, f"std{name}")
-        file = os.open(output_file(folder, rank, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-        if name == "err" and os.fstat(file).st_size > 0:
-            os.write(file, f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')}: start {num_restarts + 1}\n".encode())
-        stream.flush()
-        os.dup2(file, stream.fileno())
-        os.close(file)
-        buffer = io.BufferedWriter(_OutputFile(stream.fileno(), "w", closefd=False))
+        _append_to(output_file(folder, rank, name), stream)
+        file = _OutputFile(stream.fileno(), "w", closefd=False)
+        if name == "err" and os.fstat(stream.fileno()).st_size > 0:
+            file.write(f"\n--- {time.strftime('%Y-%m-%d %H:%M:%S')}: start {num_restarts + 1}\n".encode())
         # Line buffering: a crash keeps all complete lines.
-        setattr(sys, f"std{name}", io.TextIOWrapper(buffer, "utf-8", "backslashreplace", line_buffering=True))
+        text = io.TextIOWrapper(io.BufferedWriter(file), "utf-8", "backslashreplace", line_buffering=True)
+        setattr(sys, f"std{name}", text)
+
+
+def _append_to(path: Path, stream: TextIO) -> None:
+    """From now on the stream's descriptor, also in child processes, appends to this file."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    stream.flush()
+    os.dup2(file, stream.fileno())
+    os.close(file)
 
 
 class _OutputFile(io.FileIO):

@@ -52,7 +52,8 @@ class StallDetector:
     def check(self, slot: int, elapsed_s: float) -> None:
         """Called for a running worker. elapsed_s: since the last check."""
         seen, pid = self._watched.setdefault(slot, _Watched()), self.server.pids[self.first_rank + slot]
-        activity, num_ticks = self.board.activity(slot), self.board.num_ticks(slot)
+        row = self.board.row(slot)
+        activity, num_ticks = row.activity, row.num_ticks
         is_idle = num_ticks == seen.num_ticks
         if is_idle:
             seen.idle_s += elapsed_s

@@ -7,7 +7,6 @@ counts as dead.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from paceline.observe.json_lines import replace_file
+from paceline.core.notice import notice
 from paceline.run.launching.fork_server import ForkServer
 from paceline.run.launching.stalls import StallDetector
-from paceline.run.launching.worker_exit import ExitKind, WorkerExit
+from paceline.run.launching.worker_exit import ExitKind, WorkerExit, write_in_start
 from paceline.run.membership.board import Activity, Board
 from paceline.run.membership.generation import Generation, Member
 from paceline.run.membership.member import BOARD_FILE, GENERATION_FILE, leave_file
@@ -111,6 +110,7 @@ class Supervisor:
         self._consensus = consensus
         self._first_rank = first_rank
         self._start_replacement = start_replacement
+        self._node = slots[0].node
         self._slots = {member.slot: _Slot(member) for member in slots}
         folder.mkdir(exist_ok=True)
         self._board = Board.create(folder / BOARD_FILE, len(slots))
@@ -127,15 +127,19 @@ class Supervisor:
     def note_exit(self, slot: int, ended: WorkerExit) -> WorkerExit:
         """A worker has ended. If the others continue without it, its exit becomes `LEFT`."""
         member = self._slots[slot].member
-        if ended.kind is ExitKind.DONE:
+        if ended.kind in (ExitKind.DONE, ExitKind.STOPPED):
             self._finished_s[member] = time.monotonic()
             return ended
+        if ended.kind is ExitKind.LEFT and member not in self._leaving:
+            again = "the others continue without this node; start the same command again to rejoin"
+            return replace(ended, kind=ExitKind.COMMUNICATION, message=f"{ended.message}; {again}")
         if ended.kind is ExitKind.LEFT:
-            print(f"paceline: {ended.message}: {self._who_continues}", file=sys.stderr)
+            self._server.kill_group(self._first_rank + slot)  # the processes that it started
+            notice(f"{ended.message}: {self._who_continues}")
             return ended
         if ended.kind is not ExitKind.DIED:
             return ended  # an exception in the user's code would recur
-        step = self._board.num_steps(slot)
+        step = self._board.row(slot).num_steps
         self._deaths[slot, step] += 1
         if 0 < self._options.max_restarts < self._deaths[slot, step]:
             times = f"{self._deaths[slot, step]} times at step {step + 1}"
@@ -149,7 +153,7 @@ class Supervisor:
         self._advance()
         self._schedule_replacement(slot, has_joined=has_joined)
         what_follows = self._who_continues if has_joined else "it was about to join"
-        print(f"paceline: {reason}: {what_follows}", file=sys.stderr)
+        notice(f"{reason}: {what_follows}")
         return replace(ended, kind=ExitKind.LEFT)
 
     def _can_continue(self, lost: Member) -> bool:
@@ -162,6 +166,14 @@ class Supervisor:
         is_over = bool(self._finished_s) and not left
         has_state = any(member in left for member in self._with_state(reports))
         return is_over or (is_set_up and has_state and len(left) >= self._options.min_workers)
+
+    @property
+    def are_all_leaving(self) -> bool:
+        """Whether all members of the run were asked to leave, and there are no others to take over its state."""
+        reports, lost_nodes = self._consensus.exchange_reports(self._report())
+        present = [report for node, report in reports.items() if node not in lost_nodes]
+        leaving = {member for report in present for member in report.leaving}
+        return all(member in leaving for report in present for member in report.entered)
 
     def _with_state(self, reports: Mapping[int, Report]) -> list[Member]:
         """The members that have the state of the run, without those that are still taking it over."""
@@ -185,8 +197,15 @@ class Supervisor:
 
     def leave(self) -> None:
         """Let all workers of this node leave after a step."""
+        self.end_replacing()
         for slot in self._slots.values():
             self._leaving[slot.member] = self._asked_to_leave(slot.member)
+
+    def end_replacing(self) -> None:
+        """Start no replacement any more."""
+        self._options = replace(self._options, max_restarts=0)
+        for slot in self._slots.values():
+            slot.start_at_s = float("inf")
 
     def _asked_to_leave(self, member: Member) -> str:
         return f"rank {self._first_rank + member.slot} was asked to leave"
@@ -205,19 +224,16 @@ class Supervisor:
         elapsed_s, self._polled_s = min(now_s - self._polled_s, MAX_INTERVAL_S), now_s
         for number, slot in self._slots.items():
             rank = self._first_rank + number
-            is_waiting = slot.member in self._leaving and slot.member not in self.generation.members
-            if is_waiting and self._board.activity(number) is Activity.READY:
-                self._end_newcomer(slot.member)
-            if slot.start_at_s <= now_s and rank in self._server.exit_codes:
-                self._replace(number)
-            elif rank in self._server.pids and rank not in self._server.exit_codes:
-                self._stalls.check(number, elapsed_s)
-
-    def _end_newcomer(self, member: Member) -> None:
-        """End a worker that was asked to leave before it joined."""
-        rank = self._first_rank + member.slot
-        WorkerExit(ExitKind.LEFT, rank, f"rank {rank} left before it had joined").write(self._folder)
-        self._server.kill_group(rank)
+            if rank in self._server.exit_codes:
+                if slot.start_at_s <= now_s:
+                    self._replace(number)
+            elif rank in self._server.pids:
+                has_joined = slot.member in self.generation.members or self._board.row(number).entered >= 0
+                if slot.member in self._leaving and not has_joined:
+                    WorkerExit(ExitKind.LEFT, rank, f"rank {rank} left before it had joined").write(self._folder)
+                    self._server.kill_group(rank)
+                else:
+                    self._stalls.check(number, elapsed_s)
 
     def _advance(self) -> None:
         """Propose the next generation, if there is a reason, and announce the decided ones."""
@@ -227,17 +243,21 @@ class Supervisor:
             self._consensus.propose(following)
         for generation in self._consensus.decided(self.generation.number):
             self._announce(generation)
+            # On the node of rank 0. Other losses are reported by their own node.
+            if generation.members[0].node == self._node:
+                for reason in dict.fromkeys(why for why in generation.left.values() if why in lost_nodes.values()):
+                    notice(f"{reason}: {self._who_continues}")
 
     def _announce(self, generation: Generation) -> None:
         self.generation = generation
-        replace_file(self._folder / GENERATION_FILE, generation.to_json().encode())
+        write_in_start(self._folder / GENERATION_FILE, generation.to_json().encode())
         self._board.announce(generation)
 
     def _report(self) -> Report:
         gone = {*self._lost, *self._finished_s}
         alive = {number: slot.member for number, slot in self._slots.items() if slot.member not in gone}
-        ready = {member for number, member in alive.items() if self._board.activity(number) is Activity.READY}
-        entered = {member: self._board.entered(number) for number, member in alive.items()}
+        ready = {member for number, member in alive.items() if self._board.row(number).activity is Activity.READY}
+        entered = {member: self._board.row(number).entered for number, member in alive.items()}
         # A decision may have missed the newest losses. Older ones are irrelevant: runs may last for weeks.
         newest = {*list(self._lost)[-MAX_REPORTED_LOSSES:], *self.generation.members}
         lost = {member: why for member, why in self._lost.items() if member in newest}
@@ -257,6 +277,6 @@ class Supervisor:
         before = self._slots[number]
         member = before.member._replace(start=before.member.start + 1)
         self._slots[number] = _Slot(member, num_failed_starts=before.num_failed_starts)
-        self._board.clear(number)
+        self._board.row(number).clear()
         self._stalls.forget(number)
         self._start_replacement(number, member)

@@ -5,8 +5,9 @@ It prints nothing itself: it writes how it ended to the folder of the launch, wh
 That folder contains `start.json`, `call.pkl` and `secret` from the launcher, `result.pkl` from rank 0, and for the N-th
 start of the workers a folder `start-N` with `store`, the rendezvous of the workers of one host, and for each rank R
 `stack-R` (process id, then Python stacks on STACK_SIGNAL and after a crash), `heard-R` (the worker has received SIGTERM
-and is saving), `report-R` (how it ended). If workers may change during a start, its folder also has `board` and
-`generation` (see `run.membership`), and a store per generation. Each node has its own folder.
+and is saving), `report-R` (how it ended), and `reserved`, space for reports. If workers may change during a start, its
+folder also has `board` and `generation` (see `run.membership`), and a store per generation. Each node has its own
+folder.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import signal
 import time
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -21,6 +22,7 @@ _HINTS = {
     signal.SIGABRT: "native code aborted; its message is on stderr",
     signal.SIGBUS: "out of shared memory? check `df /dev/shm`",
 }
+_RESERVED_FILE, _RESERVED_BYTES = "reserved", 256 << 10
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
@@ -61,7 +63,7 @@ class WorkerExit:
         return replace(self, message="\n\n".join(filter(None, [self.message, *notes])))
 
     def write(self, folder: Path) -> None:
-        replace_file(worker_file(folder, "report", self.rank), json.dumps(asdict(self)).encode())
+        write_in_start(worker_file(folder, "report", self.rank), json.dumps(asdict(self)).encode())
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> WorkerExit:
@@ -105,6 +107,22 @@ def first_failure(exits: Iterable[WorkerExit]) -> WorkerExit | None:
 
 def worker_file(folder: Path, kind: str, rank: int) -> Path:
     return folder / f"{kind}-{rank}"
+
+
+def reserve_space(folder: Path) -> None:
+    """Called before the workers start, so that a disk that is full later does not hide how they ended."""
+    with suppress(OSError):
+        folder.mkdir(exist_ok=True)
+        (folder / _RESERVED_FILE).write_bytes(bytes(_RESERVED_BYTES))
+
+
+def write_in_start(path: Path, content: bytes) -> None:
+    """Replace a file in the folder of a start, in the reserved space if the disk is full."""
+    try:
+        replace_file(path, content)
+    except OSError:
+        path.with_name(_RESERVED_FILE).unlink(missing_ok=True)
+        replace_file(path, content)
 
 
 def read_stack(folder: Path, rank: int) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.messages import gather
 from paceline.comm.single import SingleCommunicator
 from paceline.core.errors import MisuseError
+from paceline.core.notice import notice
 from paceline.core.settings import check_value
 from paceline.core.world import World, choose_device, unconnected_gpus
 from paceline.core.world import devices as all_devices
@@ -250,8 +250,7 @@ def _choose_devices(devices: Sequence[torch.device | str] | None) -> tuple[World
 
 def report_missing_peer_access(devices: Sequence[torch.device]) -> None:
     if apart := unconnected_gpus(sorted((device for device in devices if device.type == "cuda"), key=str)):
-        print(
-            f"paceline: no direct access between {', '.join(apart)}: gradients go through the host in every step. "
-            "`paceline devices` measures how fast",
-            file=sys.stderr,
+        notice(
+            f"no direct access between {', '.join(apart)}: gradients go through the host in every step. `paceline "
+            "devices` measures how fast"
         )

@@ -46,32 +46,11 @@ class Board:
         unfinished.replace(path)  # after it has its size
         return cls(path)
 
-    # The agent's part
-
     def announce(self, generation: Generation) -> None:
+        """Called by the agent."""
         if generation.is_urgent:
             self._words[_INTACT] = generation.number
         self._words[_NEWEST] = generation.number
-
-    def clear(self, slot: int) -> None:
-        """Before a replacement is started."""
-        for word in range(_ROW_WORDS):
-            self._words[self._row(slot) + word] = 0
-
-    def activity(self, slot: int) -> Activity:
-        return Activity(self._words[self._row(slot) + _ACTIVITY])
-
-    def num_steps(self, slot: int) -> int:
-        return self._words[self._row(slot) + _STEPS]
-
-    def num_ticks(self, slot: int) -> int:
-        return self._words[self._row(slot) + _TICKS]
-
-    def entered(self, slot: int) -> int:
-        """The generation in which the worker can continue after a loss; -1 before the first."""
-        return self._words[self._row(slot) + _ENTERED] - 1
-
-    # The workers' part
 
     @property
     def newest(self) -> int:
@@ -82,15 +61,12 @@ class Board:
         return self._words[_INTACT]
 
     def row(self, slot: int) -> Row:
-        return Row(self._words[self._row(slot) : self._row(slot) + _ROW_WORDS])
-
-    @staticmethod
-    def _row(slot: int) -> int:
-        return _HEADER_WORDS + slot * _ROW_WORDS
+        start = _HEADER_WORDS + slot * _ROW_WORDS
+        return Row(self._words[start : start + _ROW_WORDS])
 
 
 class Row:
-    """The words of one worker, which no other process writes."""
+    """The words of one worker. No other process writes them, but for `clear`."""
 
     __slots__ = ("_words",)
 
@@ -110,3 +86,25 @@ class Row:
 
     def note_entered(self, generation: Generation) -> None:
         self._words[_ENTERED] = generation.number + 1
+
+    def clear(self) -> None:
+        """Called by the agent, before it starts a replacement."""
+        for word in range(_ROW_WORDS):
+            self._words[word] = 0
+
+    @property
+    def activity(self) -> Activity:
+        return Activity(self._words[_ACTIVITY])
+
+    @property
+    def num_ticks(self) -> int:
+        return self._words[_TICKS]
+
+    @property
+    def num_steps(self) -> int:
+        return self._words[_STEPS]
+
+    @property
+    def entered(self) -> int:
+        """The generation in which the worker can continue after a loss; -1 before the first."""
+        return self._words[_ENTERED] - 1

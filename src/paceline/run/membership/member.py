@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from time import monotonic, sleep
+from time import sleep
 from typing import TYPE_CHECKING
 
+from paceline.core.active_timer import ActiveTimer
 from paceline.core.errors import CommunicationError
 from paceline.core.rank_variables import FIRST_SIZE_VARIABLE, MEMBER_VARIABLE, MEMBERSHIP_VARIABLE, NUMBER_VARIABLE
 from paceline.run.membership.board import Board
@@ -103,9 +104,9 @@ class Membership:
 
 
 def _wait_until(condition: Callable[[], bool], limit_s: float) -> bool:
-    deadline_s = monotonic() + limit_s
+    waited = ActiveTimer()
     while not condition():
-        if monotonic() > deadline_s:
+        if waited.update() > limit_s:
             return False
         sleep(POLL_S)
     return True

@@ -93,7 +93,6 @@ class Rejoining:
         self._num_operations = 0
         self._result: Any = None  # of the last operation
         self._is_operating = False
-        self._has_entered = False
         self._num_unsent_steps = 0  # of a worker, when the last generation ended
         self._met: list[_Progress] | None = None  # by rank in the newest generation, until it has rejoined
         self._before: Generation | None = None  # the last complete generation, until the newest one has rejoined
@@ -102,9 +101,9 @@ class Rejoining:
 
     def enter(self) -> None:
         """Set-up is complete: from now on this worker can continue after a loss. A newcomer joins the others here."""
-        if self._has_entered:
+        if self._communicator.can_recover:
             return
-        self._has_entered = self._communicator.can_recover = True
+        self._communicator.can_recover = True
         if self._communicator.is_joining:
             self.rejoin(None)
         else:
@@ -123,7 +122,7 @@ class Rejoining:
 
     def run(self, operation: Callable[[], T]) -> T:
         """Run a collective operation outside of steps, and repeat it if a loss interrupts it. Returns its result."""
-        if self._is_operating or not self._has_entered:
+        if self._is_operating or not self._communicator.can_recover:
             return operation()
         self._is_operating = True
         before, number = self._row.enter(Activity.ELSEWHERE), self._num_operations

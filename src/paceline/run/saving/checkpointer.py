@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import sys
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,6 +26,8 @@ from paceline.comm.messages import decided_by_rank_0, gather, wait_for_all
 from paceline.core.deferred import DeferredReader
 from paceline.core.errors import CommunicationError, MisuseError
 from paceline.core.events import Events
+from paceline.core.notice import notice
+from paceline.core.private_folder import private_folder
 from paceline.observe.formats import short_path
 from paceline.observe.timeline.recorder import Recorder
 from paceline.plan.epoch import Position
@@ -333,6 +334,7 @@ class Checkpointer:
         if self._agreed or position.step >= self._next_step or position.epoch >= self._next_epoch:
             self._save(loop)
         if is_snapshot_due:
+            private_folder(self._folder.memory)  # systemd removes it when the user logs out (RemoveIPC)
             self._write(self._writers[1], loop, {})
             self._schedule(position, is_saved=False)
 
@@ -351,7 +353,7 @@ class Checkpointer:
         self._leave_together()
         if self._world.is_main and not self._run.is_quiet:
             folder = short_path(step_folder(self._folder.root, loop.position.step))
-            print(f"paceline: stopped after step {loop.position.step}, saved as {folder}", file=sys.stderr)
+            notice(f"stopped after step {loop.position.step}, saved as {folder}")
 
     def save(self, loop: Loop, metrics: Mapping[str, float]) -> None:
         """Save now; from a hook, before the next step."""
@@ -385,10 +387,7 @@ class Checkpointer:
         if is_interrupted:  # another worker failed, so the step could not be completed
             newest = max(self._folder.found(), key=lambda path: step_of(path) or 0, default=None)
             path = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint"
-            print(
-                f"paceline: rank {self._world.rank} ended without saving: not all workers completed its step; {path}",
-                file=sys.stderr,
-            )
+            notice(f"rank {self._world.rank} ended without saving: not all workers completed its step; {path}")
 
     def _check_has_folder(self, call: str) -> None:
         if self._settings is None:

@@ -64,7 +64,7 @@ class Checkpoints:
         1,
         least=1,
     )
-    handle_signals: bool = setting("on SIGTERM and SIGINT finish the step, save, and end the run", True)
+    handle_signals: bool = setting("on SIGTERM, SIGINT and SIGHUP finish the step, save, and end the run", True)
     resume: Resume = setting(
         "auto: the newest checkpoint, if any; true: the newest; null: refuse existing checkpoints; or a path", "auto"
     )

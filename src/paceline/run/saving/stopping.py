@@ -13,7 +13,7 @@ from types import FrameType
 
 from paceline.run.launching.worker import ANNOUNCED_FILE, HEARD_VARIABLE, STOPPABLE_FILE, STOPPED_EXIT_CODE
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Stopped(SystemExit):
@@ -25,7 +25,9 @@ class Stopped(SystemExit):
 
 
 class StopSignals:
-    """Calls `request_stop` on the first SIGTERM or SIGINT. A second signal ends the process immediately.
+    """Calls `request_stop` on the first SIGTERM, SIGINT or SIGHUP. A second signal ends the process immediately.
+
+    But not SIGHUP: when a login session ends, systemd sends it right after SIGTERM.
 
     The user's handlers and ignored signals are left alone; handlers can only be set in the main thread. `close`
     restores the previous handlers.
@@ -48,20 +50,24 @@ class StopSignals:
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         self.is_requested = True
         self._request_stop()
-        # The kernel's default action: a second signal must work while Python waits inside an exchange.
-        for handled in self._previous:
-            signal.signal(handled, signal.SIG_DFL)
-        if path := os.environ.get(HEARD_VARIABLE):
+        path = os.environ.get(HEARD_VARIABLE)
+        if path is not None:
             with suppress(OSError):
-                Path(path).touch()
-            if Path(path).with_name(ANNOUNCED_FILE).exists():
-                return  # sent by the agent, which has printed why
+                Path(path).touch()  # first: from now on the agent sends no second signal
+        for handled in self._previous:
+            if handled == signal.SIGHUP:
+                signal.signal(handled, signal.SIG_IGN)
+            elif number != signal.SIGHUP:  # the kernel's action: it must work while Python waits inside an exchange
+                signal.signal(handled, signal.SIG_DFL)
+        if path is not None and Path(path).with_name(ANNOUNCED_FILE).exists():
+            return  # sent by the agent, which has printed why
         # A launcher sends the same signal to the survivors of a dead worker, whose step cannot be completed.
         text = (
             f"paceline: {signal.Signals(number).name}: stopping after this step, which is saved if all workers "
             "complete it; send it again to exit immediately\n"
         )
-        os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
+        with suppress(OSError, ValueError):  # not `notice`: a signal may interrupt another print
+            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
 
     def close(self) -> None:
         for number, handler in self._previous.items():
