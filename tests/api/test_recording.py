@@ -14,7 +14,7 @@ import pytest
 import torch
 from models import mlp, vectors
 from torch.nn import functional
-from worker_pool import WorkerPool
+from worker_pool import WorkerPool, WorkersFailed
 
 import paceline as pl
 from paceline.api import recording
@@ -142,6 +142,15 @@ def test_several_workers_have_one_run(tmp_path: Path, pool: WorkerPool) -> None:
     files = only_run(tmp_path / "runs")
     assert read_curves(files.metrics).last_step == 4
     assert sum(read_curves(files.metrics).shares) > 0
+    reports = [json.loads(files.worker(rank).read_text()) for rank in range(2)]
+    assert [(each["rank"], each["device"], each["step"]) for each in reports] == [(0, "cpu", 4), (1, "cpu", 4)]
+
+
+def test_if_the_folder_is_refused_all_workers_raise(tmp_path: Path, pool: WorkerPool) -> None:
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(WorkersFailed) as caught:
+        pool.run(lambda: train(pl.Recording(tmp_path / "runs", quiet=True)), 2)
+    assert len(caught.value.errors) == 2
 
 
 @pytest.mark.parametrize(

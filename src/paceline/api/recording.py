@@ -17,6 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from paceline.comm.messages import decided_by_rank_0
 from paceline.core.rank_variables import LAUNCHED_VARIABLE
 from paceline.core.settings import check, setting
 from paceline.observe import run_files
@@ -24,6 +25,7 @@ from paceline.observe.best_effort import attempt
 from paceline.observe.environment import describe_environment
 from paceline.observe.loggers import LOGGER_NAMES, make_logger
 from paceline.observe.run_files import RUNS_FOLDER, RunFiles
+from paceline.observe.worker_status import WorkerStatus
 from paceline.run.config import RunConfig
 from paceline.run.monitor import MainMonitor, Monitor, MonitorSettings
 from paceline.run.run import Run
@@ -56,7 +58,10 @@ class Recording:
 
 
 class RecordedRun:
-    """The outputs of a run, from the first epoch until the trainer is closed. Rank 0 has them."""
+    """The outputs of a run, from the first epoch until the trainer is closed.
+
+    Rank 0 has them, and each worker writes its own status. All workers construct it together.
+    """
 
     def __init__(self, recording: Recording, run: Run, total_steps: int | None) -> None:
         self._recording = recording
@@ -71,13 +76,13 @@ class RecordedRun:
             plot=_plot,
             quiet=recording.quiet,
         )
-        if recording.name is not None and run.world.is_main:
-            _refuse_running(RunFiles(Path(recording.folder) / recording.name))
+        self._files = _files_of(recording, run)
         self._monitor = MainMonitor(run, settings, lambda: self._open(settings))
+        self._outputs.enter_context(WorkerStatus(self._files, lambda: run.world, lambda: run.loop.position.step))
 
     def _open(self, settings: MonitorSettings) -> Monitor:
         """On rank 0: at the start, or since the one before was lost."""
-        files = _files_of(self._recording, self._run)
+        files = self._files
         with attempt(files.config):
             files.config.write_text(json.dumps(self._config, indent=2) + "\n")  # JSON is YAML too
         with attempt(files.environment):
@@ -113,16 +118,26 @@ def _refuse_running(files: RunFiles) -> None:
 
 
 def _files_of(recording: Recording, run: Run) -> RunFiles:
-    folder = Path(recording.folder)
-    if recording.name is not None:
-        return run_files.prepare_run_folder(folder / recording.name)
+    """The files of the run. Each host has them: its workers write there."""
     script = Path(sys.argv[0]).stem if sys.argv and sys.argv[0] not in ("", "-c", "-m") else "run"
+    folder, name = Path(recording.folder), recording.name
+
+    def decide() -> str:
+        if name is None:
+            return str(run_files.create_run_folder(folder, script).root)
+        _refuse_running(RunFiles(folder / name))
+        return str(folder / name)
+
     if run.rejoining is None:
-        return run_files.create_run_folder(folder, script)
-    # Any worker may become rank 0, and then continues in the same folder.
-    launched = datetime.fromtimestamp(float(os.environ[LAUNCHED_VARIABLE]))
-    # Another launch may begin in the same second.
-    return run_files.prepare_run_folder(folder / f"{script}_{launched:%Y-%m-%d_%H-%M-%S-%f}"[:-3])
+        return run_files.prepare_run_folder(Path(decided_by_rank_0(decide, run.communicator)))
+    # Any worker may become rank 0, and then continues in the same folder. One that joins later cannot ask for its name.
+    if name is None:
+        launched = datetime.fromtimestamp(float(os.environ[LAUNCHED_VARIABLE]))
+        # Another launch may begin in the same second.
+        name = f"{script}_{launched:%Y-%m-%d_%H-%M-%S-%f}"[:-3]
+    elif run.world.is_main:
+        _refuse_running(RunFiles(folder / name))
+    return run_files.prepare_run_folder(folder / name)
 
 
 def _settings_of(config: RunConfig) -> dict[str, Any]:
