@@ -23,7 +23,14 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = Path(pl.__file__).parent
 MAX_FILES, MAX_FUNCTIONS = 20, 100
 # Entered by a worker that waits long for another one: how long depends on what else this machine does.
-WAITING = ("LocalPeers.lost", "Futex.sleep", "Futex.value")
+WAITING = (
+    "LocalPeers.lost",
+    "Futex.sleep",
+    "Futex.value",
+    "ActiveTimer.__init__",
+    "ActiveTimer.reset",
+    "ActiveTimer.update",
+)
 # Past the first steps, in which states are made, and before the replicas are compared.
 TRACED_STEPS = range(12, 92)
 

@@ -67,7 +67,8 @@ def model_error(folder: Path, model: str) -> str:
     return str(caught.value).replace(f"{folder}/", "")
 
 
-def test_loading_imports_no_module_of_the_project(tmp_path: Path) -> None:
+def test_loading_imports_no_module_of_the_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "parts", raising=False)  # of another test
     (tmp_path / "parts.py").write_text("raise SystemExit('imported')")
     show(load(tmp_path, FULL).resolve(2))
     assert "parts" not in sys.modules

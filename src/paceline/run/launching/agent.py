@@ -32,7 +32,7 @@ from paceline.run.membership.generation import Generation, Member
 from paceline.run.saving.stopping import Stopped
 
 GRACE_S = 3.0  # between SIGTERM and SIGKILL
-# If the sender of a signal has sent it to the workers too, this is enough time for them to respond.
+# Time for the workers to respond to a signal that was sent to all processes of a job: a second one would end them.
 RESPONSE_S = 0.2
 # When a worker fails, the others notice a broken exchange before its report arrives. If all reports so far are of
 # broken exchanges, wait this long for the report of the cause.
@@ -97,16 +97,18 @@ class Agent:
             reason = failure.message.partition("\n")[0] if failure is not None else "the workers ended"
             notice(f"restart {self._nodes.num_restarts}: {reason}")
 
-    def stop(self, cause: str | None = None) -> BaseException | None:
+    def stop(self, cause: str | None = None, *, is_shared: bool = False) -> BaseException | None:
         """Ask the workers to end, and wait while they are saving. Returns what they report, or None.
 
-        cause: printed if the workers finish their step instead of ending immediately.
+        cause: printed if the workers finish their step instead of ending immediately. is_shared: the signal that ends
+        this process may have been sent to the workers too. Ctrl-C is not, because they are not the terminal's.
         """
         if not (self._nodes.has_others and self._leave()):
             self._is_stopping = True
             if cause is not None and (self._folder / worker.STOPPABLE_FILE).exists():
                 notice(cause)
-            time.sleep(RESPONSE_S)
+            if is_shared:
+                time.sleep(RESPONSE_S)
             if self._supervisor is not None:
                 self._supervisor.end_replacing()
             self._send(signal.SIGTERM)

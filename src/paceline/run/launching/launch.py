@@ -229,10 +229,11 @@ def _run_workers(
         try:
             failure = agent.run()
         except (KeyboardInterrupt, SystemExit) as error:
-            failure = agent.stop(None if options.is_quiet else _stop_message(error))
+            is_terminated = isinstance(error, SystemExit)
+            failure = agent.stop(None if options.is_quiet else _stop_message(error), is_shared=is_terminated)
             # A command ends with what its workers report. A program that calls `launch` gets its Ctrl-C back.
             is_command = options.is_command or script is not None
-            is_stopped = isinstance(failure, Stopped) and isinstance(error, SystemExit)
+            is_stopped = isinstance(failure, Stopped) and is_terminated
             if failure is None or not (is_command or is_stopped):
                 raise
     if failure is not None:
