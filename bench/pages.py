@@ -5,13 +5,15 @@
 
 Every file of the folder whose last line is a result in JSON becomes a section, or one part of a benchmark that was run
 part by part. `make bench` fills the folder and writes the page; results from another machine, such as one with a GPU,
-can be put beside them. The same results give the same page and pictures, byte for byte.
+can be put beside them. Benchmarks without a result keep the section that the page has. The same results give the same
+page and pictures, byte for byte.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ Json = Mapping[str, Any]
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
-    """The results in a folder, in the registry's order; parts that were run one by one are put together."""
+    """The results in a folder; parts that were run one by one are put together."""
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(path for path in folder.iterdir() if path.is_file()):
         result = _last_line(path)
@@ -45,12 +47,7 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
             known["parts"] |= result["parts"]
     if not found:
         raise ValueError(f"{folder} has no results: run `python -m bench NAME --json > {folder}/NAME.txt` first")
-    names = [name.replace("-", "_") for name in BENCHMARKS]
-    return sorted(found.values(), key=lambda result: _place(result["bench"].replace("-", "_"), names))
-
-
-def _place(name: str, names: Sequence[str]) -> tuple[int, str]:
-    return (names.index(name) if name in names else len(names), name)
+    return list(found.values())
 
 
 def _last_line(path: Path) -> dict[str, Any] | None:
@@ -63,18 +60,23 @@ def _last_line(path: Path) -> dict[str, Any] | None:
     return result if isinstance(result, dict) and "bench" in result else None
 
 
-def page(results: Iterable[Json], images: Path, *, beside: str) -> str:
-    """The page's text; the pictures are written to `images`, which the page calls `beside`."""
-    sections = [INTRODUCTION]
+def page(results: Iterable[Json], images: Path, *, beside: str, previous: str = "") -> str:
+    """The page's text. The pictures are written to `images`, which the page calls `beside`.
+
+    previous: the page so far.
+    """
+    sections = {section.partition("\n")[0]: section for section in re.split(r"^## ", previous, flags=re.MULTILINE)[1:]}
     for result in results:
-        sections += _section(result, images, beside)
-    return "\n".join(sections)
+        name = _command(result["bench"])
+        sections[name] = "\n".join(_section(name, result, images, beside))
+    known = list(BENCHMARKS)
+    order = sorted(sections, key=lambda name: (known.index(name) if name in known else len(known), name))
+    return "\n".join([INTRODUCTION, *(f"## {sections[name].rstrip()}\n" for name in order)])
 
 
-def _section(result: Json, images: Path, beside: str) -> list[str]:
-    name = _command(result["bench"])
+def _section(name: str, result: Json, images: Path, beside: str) -> list[str]:
     known = BENCHMARKS.get(name)
-    lines = [f"## {name}\n", f"{_sentence(known.description)}\n" if known else ""]
+    lines = [f"{name}\n", f"{_sentence(known.description)}\n" if known else ""]
     lines.append(f"Repeat it with `python -m bench {name} --json`.\n")
     parts: Mapping[str, Json] = result.get("parts") or {"": result}
     for part, measured in parts.items():
@@ -184,5 +186,6 @@ def main(arguments: Sequence[str]) -> None:
         results = read_results(options.results)
     except ValueError as error:
         parser.error(str(error))
-    text = page(results, options.output.parent / "images", beside="images")
+    previous = options.output.read_text() if options.output.exists() else ""
+    text = page(results, options.output.parent / "images", beside="images", previous=previous)
     options.output.write_text(text)

@@ -105,6 +105,16 @@ def test_parts_that_were_run_one_by_one_come_together(tmp_path: Path) -> None:
     assert list(result["parts"]) == ["cnn", "mlp"]
 
 
+def test_a_benchmark_without_a_new_result_keeps_its_section(tmp_path: Path) -> None:
+    first, docs = store(tmp_path / "first", overhead=sample(), gpu=part_sample("cnn")), tmp_path / "docs"
+    before = write(first, docs)
+    newer = sample(unit="ns")
+    main(["pages", str(store(tmp_path / "second", overhead=newer)), "-o", str(docs / "benchmarks.md")])
+    text = (docs / "benchmarks.md").read_text()
+    assert text == before.replace("| us,", "| ns,", 1)
+    assert "## gpu" in text
+
+
 def test_two_results_of_one_benchmark_are_refused(tmp_path: Path) -> None:
     folder = store(tmp_path / "results", old=sample(), new=sample())
     with pytest.raises(ValueError, match=r"old\.txt: there is another result of overhead .* keep one of them"):
