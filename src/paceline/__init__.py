@@ -7,7 +7,7 @@ imports torch. Errors are in `paceline.errors`, sources of data in `paceline.dat
 
 from typing import TYPE_CHECKING
 
-from paceline.core.lazy import lazy_names
+from paceline.core.imports import lazy_names
 
 __version__ = "0.3.0"
 

@@ -18,7 +18,7 @@ from worker_pool import WorkerPool, WorkersFailed
 
 import paceline as pl
 from paceline.api import recording
-from paceline.core.rank_variables import LAUNCHED_VARIABLE
+from paceline.core.processes import LAUNCHED_VARIABLE
 from paceline.observe.metrics import read_curves
 from paceline.observe.run_files import RunFiles, process_started, read_status, state_of, write_json
 from paceline.run import control

@@ -18,7 +18,7 @@ from paceline.api.builder_worker import WorkerTask, train
 from paceline.api.handle import Handle
 from paceline.api.trainer import Trainer
 from paceline.api.unknown_settings import explanation
-from paceline.core.rank_variables import is_worker
+from paceline.core.processes import is_worker
 from paceline.core.settings import check_value
 from paceline.core.world import World, choose_device
 from paceline.data.array_loader import ArrayLoader

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from paceline.core.rank_variables import is_worker
+from paceline.core.processes import is_worker
 
 # What a launcher found out, for its workers.
 LEFT_OUT_VARIABLE = "PACELINE_LEFT_OUT"

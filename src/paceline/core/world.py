@@ -10,7 +10,7 @@ from itertools import combinations
 
 import torch
 
-from paceline.core.rank_variables import is_worker
+from paceline.core.processes import is_worker
 from paceline.core.usable_devices import left_out, note_broken, try_gpus
 
 
