@@ -157,6 +157,14 @@ def test_a_model_that_exists_becomes_the_first_replica_and_the_others_are_copies
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
+def test_optimizers_are_the_users_again_once_the_state_is_closed() -> None:
+    with prepare() as state:
+        with pytest.raises(pl.errors.MisuseError, match="was called on an optimizer that belongs to the trainer"):
+            state.optimizers[0].step()
+        one_step(state, ((X[:4], Y[:4]), None))
+    state.optimizers[0].step()
+
+
 def test_the_first_replica_may_go_without_a_batch() -> None:
     with prepare() as state:
         alone = copy.deepcopy(state.models[0])

@@ -198,7 +198,9 @@ def prepare_training(
 
         def make_replica(model: Any, communicator: Communicator) -> Replica:
             fused, train_mode = optimization.fused, optimization.train_mode
-            return Replica(model, optimizer, scheduler, communicator, seed, fused=fused, train_mode=train_mode)
+            made = Replica(model, optimizer, scheduler, communicator, seed, fused=fused, train_mode=train_mode)
+            stack.callback(made.close)
+            return made
 
         # The first replica is the user's model with rank 0's weights, the others are copies of it.
         replicas = [make_replica(model, communicator)]
