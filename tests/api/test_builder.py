@@ -168,6 +168,12 @@ def test_settings_reach_the_run_under_the_names_of_setup(task_of: Any) -> None:
     assert task.devices == (torch.device("cpu"),) * 2
 
 
+def test_a_division_of_the_state_may_be_given_apart_from_its_group(task_of: Any) -> None:
+    task = task_of(ready().settings(shard="optimizer", optimization=pl.Optimization(shard_by="memory")))
+    assert task.settings["optimization"] == pl.Optimization(shard="optimizer", shard_by="memory")
+    assert "shard" not in task.settings
+
+
 def test_policies_that_average_are_averaging_by_cadence(task_of: Any) -> None:
     builder = ready().policy("cadence").devices(["cpu", "cpu", "cpu"]).backend("cpu")
     builder.overhead_target(0.2).anchor(4).max_anchor(50).max_batch_diff(3).divergence_threshold(0.3)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+from contextlib import suppress
 from typing import Any
 from unittest import mock
 
@@ -149,3 +152,15 @@ def test_what_a_slow_link_chooses_is_said_by_rank_0(pool: WorkerPool) -> None:
     )
     assert second == ""
     assert pool.run(said, 2, True) == ["", ""]
+
+
+def test_a_broken_stderr_does_not_end_the_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    monkeypatch.setattr(sys, "stderr", stream := open(writing, "w", buffering=1))  # noqa: PTH123, SIM115
+    try:
+        setup().close()
+    finally:
+        monkeypatch.undo()
+        with suppress(OSError):
+            stream.close()

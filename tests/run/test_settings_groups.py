@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from grouping import grouped
@@ -35,6 +36,8 @@ from paceline.run.settings import GROUPS, check_unused
             "shares='fair' is unknown: choose 'measured', 'equal' or one number per worker",
         ),
         (lambda: pl.Balancing(speed_hints=(1, 0)), "speed_hints=(1.0, 0.0) must be > 0"),
+        (lambda: pl.Balancing(shares=2), "shares=2 must be a list of numbers"),  # type: ignore[arg-type]
+        (lambda: pl.Optimization(shard_by=0.5), "shard_by=0.5 must be a list of numbers"),  # type: ignore[arg-type]
         (lambda: pl.Batching(physical_batch=(8, 0)), "physical_batch=(8, 0) must be >= 1"),
         (lambda: pl.Optimization(ema=1.0), "ema=1.0 must be > 0 and < 1"),
     ],
@@ -48,6 +51,7 @@ def test_a_bad_value_is_refused_with_its_limits(make: Callable[[], Any], text: s
 def test_groups_are_frozen_and_lists_become_tuples() -> None:
     assert pl.Batching(physical_batch=[8, 16]).physical_batch == (8, 16)  # type: ignore[arg-type]
     assert pl.Balancing(shares=[3, 1]).shares == (3.0, 1.0)  # type: ignore[arg-type]
+    assert pl.Balancing(shares=np.array([3, 1])).shares == (3.0, 1.0)  # type: ignore[arg-type]
     with pytest.raises(FrozenInstanceError):
         pl.Loading().readers = 2  # type: ignore[misc]
 

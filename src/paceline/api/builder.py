@@ -28,7 +28,7 @@ from paceline.run.config import RunConfig
 from paceline.run.epoch_metrics import EpochMetrics
 from paceline.run.launching.background import Background
 from paceline.run.launching.launch import workers_to_start
-from paceline.run.settings import Balancing, Batching, Runtime
+from paceline.run.settings import Balancing, Batching, Optimization, Runtime
 from paceline.sync.averaging.strategy import Averaging
 
 Policy = Literal["sync", "cadence", "async"]
@@ -301,6 +301,8 @@ class Builder:
     def _setup_settings(self, num_workers: int, device: torch.device) -> dict[str, Any]:
         """The parameters of `Trainer.setup`."""
         settings = self._settings | self._given("seed", "max_grad_norm", "scheduler")
+        if shard := settings.pop("shard", None):
+            settings["optimization"] = replace(settings.get("optimization", Optimization()), shard=shard)
         policy = self._set.get("policy", "sync")
         if batch_size := self._set.get("batch_size"):
             settings["global_batch"] = batch_size * (1 if policy == "sync" else num_workers)

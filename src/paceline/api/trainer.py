@@ -367,6 +367,7 @@ class Trainer:
         for name, number in (("count", count), ("max_steps", max_steps)):
             if number is not None and not (isinstance(number, Integral) and number >= 0):
                 raise ValueError(f"epochs({name}={number!r}): choose an integer >= 0")
+        self.run.check_open()
         if self._recording is not None:
             self._recorded = RecordedRun(self._recording, self.run, self.run.total_steps(count, max_steps))
             self._recording = None

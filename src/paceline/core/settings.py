@@ -83,6 +83,8 @@ def _check(name: str, value: Any, hint: Any, limits: Limits) -> None:
         return
     if not numbers or (type(value) in (bool, types.NoneType) and type(value) in options):
         return
+    if items and not isinstance(value, tuple) and not numbers.intersection(options):
+        raise ValueError(f"{name}={value!r} must be a list of numbers")
     for number in value if isinstance(value, tuple) and items else (value,):
         if isinstance(number, bool) or not isinstance(number, int | float if float in numbers else int):
             raise ValueError(f"{name}={value!r} must be {'a number' if float in numbers else 'an int'}")
