@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from numbers import Integral
 from os import PathLike
 from pathlib import Path
@@ -196,7 +197,7 @@ class Trainer:
 
         With max_anchor=0 each step has as many micro-batches as there are workers. `settings` are those of `setup`.
         """
-        size = World.from_environment(settings.get("device")).size
+        size = World.from_environment("cpu").size
         if (hints := config.speed_hints(size)) is not None:
             balancing = replace(balancing, speed_hints=hints)
         if config.timeline is not None:
@@ -225,18 +226,19 @@ class Trainer:
         Without a weight_fn, a micro-batch of a transformers language model weighs the labels that its loss is a mean
         over: for causal models, which shift them, `(labels[..., 1:] != -100).sum()`. See docs/data.md.
         """
-        settings["weight_fn"] = weight_by_head(settings.get("weight_fn"))
-        trainer = cls.setup(head, optimizer, data=data, **settings)
-        trainer._is_head = True
-        return trainer
+        return cls._setup_head(cls.setup, head, optimizer, data=data, **settings)
 
     @classmethod
     def setup_head_with(
         cls, config: DdpConfig, head: Any, optimizer: OptimizerFactory, *, data: Any, micro_batch: int, **settings: Any
     ) -> Trainer:
         """`setup_head` with El Che, as in `setup_with`."""
-        settings["weight_fn"] = weight_by_head(settings.get("weight_fn"))
-        trainer = cls.setup_with(config, head, optimizer, data=data, micro_batch=micro_batch, **settings)
+        setup = partial(cls.setup_with, config)
+        return cls._setup_head(setup, head, optimizer, data=data, micro_batch=micro_batch, **settings)
+
+    @staticmethod
+    def _setup_head(setup: Callable[..., Trainer], *args: Any, **settings: Any) -> Trainer:
+        trainer = setup(*args, **settings | {"weight_fn": weight_by_head(settings.get("weight_fn"))})
         trainer._is_head = True
         return trainer
 
@@ -486,10 +488,10 @@ class Trainer:
     def listen(self, listener: Callable[[Event], object]) -> None:
         """Call `listener(event)` for events beside the steps, the same on all workers.
 
-        "plan": the workers' shares changed (shares, before). "drift": replicas drift apart, so they are averaged more
-        often (drift, every). "averaging": strategy="slow link" has chosen (every, compress, fragments, reason).
-        "capture", on the worker that captures: a graph was recorded (what, number), or none is
-        replayed (what, reason).
+        "plan": the workers' shares changed (shares, before). "save": a checkpoint is written (folder). "world": workers
+        left or joined; see docs/elastic.md. "drift": replicas drift apart, so they are averaged more often (drift,
+        every). "averaging": strategy="slow link" has chosen (every, compress, fragments, reason). "capture", on the
+        worker that captures: a graph was recorded (what, number), or none is replayed (what, reason).
         """
         self.run.events.listen(listener)
 
@@ -520,13 +522,8 @@ class Trainer:
         Between epochs or inside `every`, on all workers. Replicas that differ are averaged first.
         """
         self.run.synchronize("evaluate()")
-
-        def evaluate_all() -> float | dict[str, float]:
-            made = self._evaluation_data(data, micro_batch, collate_fn)
-            return evaluate(self.model, made, eval_fn, self.run.weight_fn)
-
-        with self.run.timeline.during("evaluation"):
-            return self.run.together(evaluate_all)
+        operation = partial(evaluate, eval_fn=eval_fn, weight_fn=self.run.weight_fn)
+        return self._on_data(operation, data, micro_batch, collate_fn)
 
     def log_evaluation(self, values: Mapping[str, float]) -> None:
         """Add results, by name, to the metrics, plots and loggers of a run with `run=`, at the last completed step.
@@ -559,17 +556,20 @@ class Trainer:
         tensor whose rows differ in shape becomes a list of rows. Between epochs or inside `every`, as `evaluate`.
         """
         self.run.synchronize("predict()")
+        return self._on_data(partial(predict, fn=fn or self._predict_batch), data, micro_batch, collate_fn)
 
-        def predict_all() -> Any:
-            made = self._evaluation_data(data, micro_batch, collate_fn)
-            return predict(self.model, made, fn or self._predict_batch)
-
-        with self.run.timeline.during("evaluation"):
-            return self.run.together(predict_all)
-
-    def _evaluation_data(self, data: Any, micro_batch: int | None, collate_fn: Any) -> EvaluationData:
+    def _on_data(
+        self, operation: Callable[[Any, EvaluationData], Any], data: Any, micro_batch: int | None, collate_fn: Any
+    ) -> Any:
         run = self.run
-        return EvaluationData(data, run.communicator, run.config.seed, run.steps.micro_batch, micro_batch, collate_fn)
+        default_size = run.steps.micro_batch
+
+        def operate() -> Any:
+            made = EvaluationData(data, run.communicator, run.config.seed, default_size, micro_batch, collate_fn)
+            return operation(run.model, made)
+
+        with run.timeline.during("evaluation"):
+            return run.together(operate)
 
     def _predict_batch(self, model: Any, batch: Any) -> Any:
         with self.autocast():

@@ -31,7 +31,7 @@ def explains_unknown_settings(function: Callable[P, R]) -> Callable[P, R]:
     def checked(*args: P.args, **keywords: P.kwargs) -> R:
         for name, value in keywords.items():
             if name not in known:
-                raise TypeError(f"{explanation(name, value, list(known))}")
+                raise TypeError(explanation(name, value, list(known)))
         return function(*args, **keywords)
 
     return checked

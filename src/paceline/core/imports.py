@@ -9,9 +9,9 @@ from typing import Any
 
 
 def lazy_names(
-    module: str, homes: Mapping[str, str], submodules: tuple[str, ...] = (), moved: Mapping[str, str] | None = None
+    module: str, homes: Mapping[str, str], submodules: tuple[str, ...] = (), others: tuple[str, ...] = ()
 ) -> Callable[[str], Any]:
-    """A module's `__getattr__`. homes: the module of each name. moved: where former names live now."""
+    """A module's `__getattr__`. homes: the module of each name. others: submodules to which an error refers."""
 
     def get(name: str) -> Any:
         if name in submodules:
@@ -20,8 +20,9 @@ def lazy_names(
             value = getattr(import_module(homes[name]), name)
             setattr(sys.modules[module], name, value)
             return value
-        if moved is not None and name in moved:
-            raise AttributeError(f"{module}.{name} is now {moved[name]}.{name}")
+        for other in (f"{module}.{other}" for other in others if not name.startswith("_")):
+            if name in import_module(other).__all__:
+                raise AttributeError(f"{module}.{name} is now {other}.{name}")
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return get

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,28 +14,7 @@ from paceline.comm.messages import gather
 from paceline.core.errors import MisuseError
 from paceline.core.world import World, choose_device
 from paceline.plan.shares import Plan, ranges
-from paceline.run.determinism import process_settings
 from paceline.run.step.build import build_model, named_parameters, refuse_wrapped
-
-
-class _ExactSettings:
-    """The process settings of exact mode, reference-counted: holders may release them in any order."""
-
-    def __init__(self) -> None:
-        self._num_holders = 0
-        self._undo = ExitStack()
-
-    def hold(self, world: World) -> None:
-        self._undo.enter_context(process_settings(world, exact=True, threads=None))
-        self._num_holders += 1
-
-    def release(self) -> None:
-        self._num_holders -= 1
-        if self._num_holders == 0:
-            self._undo.close()
-
-
-exact_settings = _ExactSettings()
 
 
 def tensors_of(model: Any, *kinds: str) -> list[torch.Tensor]:

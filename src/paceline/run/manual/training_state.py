@@ -80,10 +80,6 @@ class TrainingState:
         return bool(self.replicas[0].schedulers)
 
     @property
-    def learning_rate(self) -> float:
-        return self.replicas[0].learning_rate
-
-    @property
     def numbers(self) -> Numbers:
         """The numbers of the last synchronized step. On a GPU, reading one may wait for the device."""
         if self.newest_numbers is None:
@@ -144,7 +140,8 @@ def prepare_training(
 
     model: an nn.Module, which becomes the first replica, or a function that builds one; the others are copies.
     dataset: as `data` of `Trainer.setup`.
-    devices: one replica each; a device may be repeated. None: all of this machine; in a world, the process's own.
+    devices: one replica each; a device may be repeated, and "cuda" is the next GPU in turn. None: all of this machine;
+        in a world, the process's own.
     optimizer: a function from parameters to a torch optimizer. scheduler: from that to a torch scheduler, which is
         stepped by every `update`.
     nsamples: samples per replica and step; leave it out if a DataLoader has a batch size. At an epoch's end batches may
@@ -239,12 +236,13 @@ def _apply_to_first(model: Any, batch: Any) -> tuple[Any, Any]:
 
 def _choose_devices(devices: Sequence[torch.device | str] | None) -> tuple[World, tuple[torch.device, ...]]:
     """This process's world, and the device of each of its replicas."""
-    world = World.from_environment()
+    world = World.from_environment("cpu")
     if devices is None:
-        devices = all_devices() if world.size == 1 else [world.device]
+        devices = all_devices() if world.size == 1 else [choose_device(world.local_rank)]
     elif isinstance(devices, str | torch.device):
         raise TypeError(f"devices={devices!r} is one device: give a list, such as [{str(devices)!r}]")
-    chosen = tuple(choose_device(world.local_rank, device) for device in devices)
+    first = world.local_rank * len(devices)
+    chosen = tuple(choose_device(first + number, device) for number, device in enumerate(devices))
     if not chosen:
         raise ValueError("devices is empty: name at least one, or pass None for all of this machine")
     return World.from_environment(chosen[0]), chosen
