@@ -19,7 +19,6 @@ import paceline as pl
 from paceline.api.summary import _cost_without_direct_path, summary
 from paceline.comm import connect
 from paceline.core.world import World, unconnected_gpus
-from paceline.run.assemble import _check_device
 
 H200, OLD = "NVIDIA H200 (140 GB)", "NVIDIA GeForce GTX 1060 (6 GB)"
 CPU = "CPU (2 cores, 1 thread each)"
@@ -128,8 +127,10 @@ def test_a_device_that_cannot_run_a_kernel_is_named(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(torch, "ones", fail)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GeForce GTX 680")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("paceline.core.world.devices", lambda: [torch.device("cuda", index) for index in range(2)])
     with pytest.raises(ValueError, match="cuda:1 cannot run a kernel: GeForce GTX 680: CUDA error: no kernel"):
-        _check_device(torch.device("cuda:1"))
+        setup(device="cuda:1")
 
 
 def test_what_a_slow_link_chooses_is_said_by_rank_0(pool: WorkerPool) -> None:

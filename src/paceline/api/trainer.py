@@ -99,15 +99,11 @@ class Trainer:
         model: an nn.Module, an object that has one as an attribute, or a function that builds one. Every worker starts
             with rank 0's weights.
         optimizer: a function from parameters to a torch optimizer, or to a list of them; or, for a model that is
-            already built, optimizers over its parameters. A class, such as torch.optim.AdamW, is called with its
-            default learning rate.
+            already built, optimizers over its parameters. A class is called with its default learning rate.
         data: a list of samples; a tensor or array, or a tuple or dict of them with equally many rows; a map-style torch
-            Dataset; a source of `paceline.data`; or a stream, an iterable that can be iterated repeatedly, such as a
-            torch IterableDataset. Samples that are pairs arrive as micro-batches with .x and .y. A torch DataLoader
-            keeps its settings: batch_size is global_batch, or micro_batch where global_batch is given too; num_workers
-            is readers; a sampler decides the order, drawn once per epoch for all workers (shuffle=True gives
-            Paceline's own permutation). For ready-made batches: `paceline.Batches(iterable)`,
-            `paceline.PerWorker(iterables)`.
+            Dataset; a source of `paceline.data`; a stream, an iterable that can be iterated repeatedly, such as a torch
+            IterableDataset; a torch DataLoader, whose settings are kept; or ready-made batches in `paceline.Batches` or
+            `paceline.PerWorker`. Pairs arrive as micro-batches with .x and .y. See docs/data.md.
         global_batch: samples per optimizer step, over all workers. micro_batch: samples per forward and backward
             (default: the global batch); global_batch must be a multiple of it.
         scheduler: a function from the optimizer to a torch scheduler, or several, or a scheduler made over a ready-made
@@ -118,20 +114,18 @@ class Trainer:
         shuffle: a new order in every epoch (default: True, or the DataLoader's setting).
         exact: weights are bit for bit the same on any number of workers, for one kind of device.
         precision: "fp32", "bf16" or "fp16", what `trainer.autocast()` casts to; fp16 adds loss scaling.
-        strategy: "gradients" exchanges gradients in every step. For slow links, where the result then depends on the
-            workers: `paceline.Cadence(...)` makes steps of as many micro-batches as keep the exchange cheap (give
-            micro_batch and no global_batch); `paceline.Averaging(...)` averages the replicas' weights; "slow link" does
-            so every 32 steps in few bytes, and says how much of the link that uses.
+        strategy: "gradients" exchanges gradients in every step. For slow links (docs/slow-links.md), where the result
+            depends on the workers: `paceline.Gradients(...)` compresses them; `paceline.Cadence(...)` makes large steps
+            (give micro_batch and no global_batch); `paceline.Averaging(...)` averages weights, and so does "slow link".
         device: default, this worker's GPU, or the CPU.
-        init_from: weights to start from unless a checkpoint is resumed: a checkpoint, a safetensors file, or a
-            state_dict.
+        init_from: weights to start from unless a checkpoint is resumed: a checkpoint, a safetensors file, or a file
+            with a state_dict.
         checkpoints: when and where to save the run: `paceline.Checkpoints(folder, every_steps=1000)`. A run that is
             set up again with the same folder resumes from the newest checkpoint there.
-        run: a folder, such as "runs", in which this run gets a folder of its own, as with `paceline train`: progress is
-            shown, metrics, events and a plot are written, and `paceline logs` and `paceline runs` find it; or
-            `paceline.Recording(...)`.
-        shard: "optimizer" divides the optimizer's state and the sums of gradients among the workers; see
-            docs/memory.md. The same as `Optimization(shard=...)`.
+        run: a folder, such as "runs", in which this run gets a folder with metrics, events and a plot, as with
+            `paceline train`; progress is shown, and `paceline logs` finds it. Or `paceline.Recording(...)`.
+        shard: "optimizer" or "gradients", what the workers divide among them; see docs/memory.md. The same as
+            `Optimization(shard=...)`.
         batching, loading, balancing, optimization, runtime: groups of further settings.
         """
         if shard is not None:
@@ -523,7 +517,8 @@ class Trainer:
         """
         self.run.synchronize("evaluate()")
         operation = partial(evaluate, eval_fn=eval_fn, weight_fn=self.run.weight_fn)
-        return self._on_data(operation, data, micro_batch, collate_fn)
+        means: float | dict[str, float] = self._on_data(operation, data, micro_batch, collate_fn)
+        return means
 
     def log_evaluation(self, values: Mapping[str, float]) -> None:
         """Add results, by name, to the metrics, plots and loggers of a run with `run=`, at the last completed step.

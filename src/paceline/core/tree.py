@@ -221,7 +221,7 @@ def _from_numpy(array: np.ndarray[Any, Any], path: _Path) -> torch.Tensor:
         # A copy where torch cannot share the memory: read-only or with negative strides.
         shareable = array.flags.writeable and all(stride >= 0 for stride in array.strides)
         return torch.from_numpy(array if shareable else array.copy())
-    except TypeError:
+    except (TypeError, ValueError):  # ValueError: of another byte order
         problem = f"{_text(path)} is an array of dtype {array.dtype}, which cannot be stored: convert it to numbers"
         raise TypeError(problem) from None
 

@@ -86,11 +86,11 @@ def assemble(
             "with shard= and redundancy=1, the loss of a worker restarts all of them from the newest checkpoint"
         )
         membership = None
-    graphs = graphs_for(config, world)
     with ExitStack() as stack:
         if world.device.type == "cuda":
             _check_device(world.device)
             torch.cuda.set_device(world.device)
+        graphs = graphs_for(config, world)
         stack.enter_context(process_settings(world, exact=config.exact, threads=config.runtime.threads))
         communicator = _connect(config, world, membership)
         # From the number of workers at the start, also in a worker that joins later: buffers have the same size on all.
