@@ -132,6 +132,7 @@ def test_a_model_that_exists_is_no_factory() -> None:
         (lambda b: b.speed_hint(3, 2.0).devices(2), "slow_rank=3 is not in a world of 2"),
         (lambda b: b.settings(seed=3), r"settings\(seed=...\): use the builder's \.seed"),
         (lambda b: b.settings(global_batch=3), r"use the builder's \.batch_size"),
+        (lambda b: b.settings(model=mlp), r"settings\(model=...\): use Trainer\.builder\(\.\.\.\)"),
         (
             lambda b: b.settings(micro_bach=3),
             r"settings\(micro_bach=...\): unknown setting 'micro_bach': did you mean micro_batch\?",

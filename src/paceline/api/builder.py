@@ -40,15 +40,14 @@ MICRO_BATCHES_PER_BATCH = 8
 _CADENCE_KNOBS = ("overhead_target", "max_anchor", "anchor", "max_batch_diff")
 _AVERAGING_KNOBS = (*_CADENCE_KNOBS, "divergence_threshold", "no_divergence_guard")
 
-# Parameters of Trainer.setup, and settings of its groups, that the builder has a method for.
+# Parameters of Trainer.setup, and settings of its groups, that are given to a method.
 _METHODS = {
-    "model": "builder",
-    "optimizer": "builder",
-    "data": "dataset",
-    "global_batch": "batch_size",
-    "strategy": "policy",
-    "device": "devices",
-    **{name: name for name in ("scheduler", "max_grad_norm", "seed")},
+    **dict.fromkeys(("model", "optimizer"), "Trainer.builder"),
+    "data": "the builder's .dataset",
+    "global_batch": "the builder's .batch_size",
+    "strategy": "the builder's .policy",
+    "device": "the builder's .devices",
+    **{name: f"the builder's .{name}" for name in ("scheduler", "max_grad_norm", "seed")},
 }
 _GROUP_METHODS = {"speed_hints": "speed_hint", "backend": "backend", "timeline": "timeline"}
 
@@ -203,7 +202,7 @@ class Builder:
         known = inspect.signature(Trainer.setup).parameters
         for name, value in settings.items():
             if name in _METHODS:
-                raise ValueError(f"settings({name}=...): use the builder's .{_METHODS[name]}(...)")
+                raise ValueError(f"settings({name}=...): use {_METHODS[name]}(...)")
             for inner, method in _GROUP_METHODS.items() if name in ("balancing", "runtime") else ():
                 if getattr(value, inner, None) is not None:
                     kind = type(value).__name__
