@@ -75,6 +75,7 @@ def test_what_is_missing_is_named(missing: str) -> None:
     [
         ("batch_size", (0,), "batch_size=0 must be >= 1"),
         ("batch_size", (8.0,), "batch_size=8.0 must be an int"),
+        ("speed_hint", (-1, 2.0), "slow_rank=-1 must be >= 0"),
         ("num_epochs", (True,), "num_epochs=True must be an int"),
         ("checkpoint_every", (0,), "checkpoint_every=0 must be >= 1"),
         ("seed", (1.5,), "seed=1.5 must be an int"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from grouping import grouped
 from models import mlp, vectors
@@ -26,3 +29,12 @@ def test_an_abandoned_attempt_at_a_step_does_not_count() -> None:
                 trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
                 trainer.step()
             assert tally.end(0).scalars == {"rows": 4.0}
+
+
+@pytest.mark.parametrize("value", [1j, torch.tensor(1j), torch.zeros(2), "1"])
+def test_a_mean_is_one_real_number(value: Any) -> None:
+    with pl.Trainer.setup(mlp, torch.optim.SGD, data=vectors(8), **grouped(global_batch=8, quiet=True)) as trainer:
+        with pytest.raises(ValueError, match=r"train_fn returned .* as 'x': it must be one number"):
+            Tally(trainer.run).note({"x": value}, 1)
+        with pytest.raises(ValueError, match=r"eval_fn returned .*: it must return one number"):
+            trainer.evaluate(vectors(8), lambda *_: value)

@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader
 from paceline.api.builder_worker import WorkerTask, train
 from paceline.api.handle import Handle
 from paceline.api.trainer import Trainer
-from paceline.api.unknown_settings import explanation
+from paceline.api.unknown_settings import check_group, explanation
 from paceline.core.processes import is_worker
 from paceline.core.settings import check_value
-from paceline.core.world import World, choose_device
+from paceline.core.world import World, choose_device, choose_devices
 from paceline.data.array_loader import ArrayLoader
 from paceline.plan.balance import hinted_speeds
 from paceline.plan.cadence import Cadence
@@ -123,7 +123,7 @@ class Builder:
             return self._with("devices", devices, int, least=1)
         if isinstance(devices, str | torch.device) or not isinstance(devices, Sequence) or not devices:
             raise ValueError(f'devices={devices!r}: give a list of devices, such as ["cuda:0", "cuda:1"], or a number')
-        return self._with("devices", tuple(choose_device(rank, device) for rank, device in enumerate(devices)))
+        return self._with("devices", choose_devices(devices))
 
     def policy(self, policy: Policy) -> Builder:
         """How workers synchronize.
@@ -167,7 +167,7 @@ class Builder:
 
     def speed_hint(self, slow_rank: int, ratio: float) -> Builder:
         """Every other worker is about `ratio` times as fast as `slow_rank`. Used until the speeds are measured."""
-        check_value("slow_rank", slow_rank, int)
+        check_value("slow_rank", slow_rank, int, least=0)
         hinted_speeds(slow_rank + 1, slow_rank, ratio)
         return self._with("speed_hint", (slow_rank, ratio))
 
@@ -210,6 +210,7 @@ class Builder:
             if name == "num_workers":
                 self.devices(value)
             elif name in known:
+                check_group(name, value)
                 self._settings[name] = value
             else:
                 own = [method for method in vars(Builder) if not method.startswith("_")]

@@ -128,8 +128,8 @@ class _Encoder:
             values = [getattr(value, field) for field in fields]
             return {"$": "instance", "class": _class_name(kind), "fields": self._encode_items(values, path)}
         raise TypeError(
-            f"{_text(path)} is a {_type_name(value)}, which cannot be stored without pickle: remove it from "
-            "state_dict(), or convert it to tensors, numbers, strings, lists, tuples and dicts"
+            f"{_text(path)} is a {_type_name(value)}, which cannot be stored without pickle: leave it out, or "
+            "convert it to tensors, numbers, strings, lists, tuples and dicts"
         )
 
     def _encode_items(self, values: Iterable[Any], path: _Path) -> list[Any]:

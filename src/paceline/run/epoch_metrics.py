@@ -7,7 +7,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from numbers import Number
 from time import perf_counter
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from paceline.comm.messages import gather
 from paceline.core.deferred import DeferredReader
+from paceline.run.evaluation.evaluate import is_number
 from paceline.run.report import ratio
 from paceline.run.run import Run
 from paceline.run.step.planner import GPU_LAG_STEPS
@@ -137,10 +137,8 @@ class Tally:
 
 
 def _checked(name: object, value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.detach().to(torch.float64).reshape(())
-    if isinstance(value, Number):
-        return float(value)  # type: ignore[arg-type]
+    if is_number(value):
+        return value.detach().double().reshape(()) if isinstance(value, torch.Tensor) else float(value)
     shown = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
     raise ValueError(f"train_fn returned {shown} as {name!r}: it must be one number, the mean over the micro-batch")
 

@@ -164,6 +164,9 @@ def test_optimizers_are_the_users_again_once_the_state_is_closed() -> None:
             state.optimizers[0].step()
         one_step(state, ((X[:4], Y[:4]), None))
     state.optimizers[0].step()
+    for act in (lambda: one_step(state, ((X[:4], Y[:4]), None)), lambda: pl.compat.resnetimagenet.sync_buffer(state)):
+        with pytest.raises(pl.errors.MisuseError, match="this training state is closed: call prepare_training again"):
+            act()
 
 
 def test_the_first_replica_may_go_without_a_batch() -> None:

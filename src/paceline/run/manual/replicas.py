@@ -12,7 +12,7 @@ from torch import nn
 from paceline.comm.base import Communicator
 from paceline.comm.messages import gather
 from paceline.core.errors import MisuseError
-from paceline.core.world import World, choose_device
+from paceline.core.world import World, choose_devices
 from paceline.plan.shares import Plan, ranges
 from paceline.run.step.build import build_model, named_parameters, refuse_wrapped
 
@@ -85,8 +85,7 @@ def move_models(models: Sequence[Any], devices: Sequence[torch.device | str] | N
     elif isinstance(devices, str | torch.device) or len(devices) != len(models):
         raise ValueError(f"devices={devices!r} for {len(models)} replicas: give a list of {len(models)}, one for each")
     else:
-        first = World.from_environment("cpu").local_rank * len(models)
-        chosen = [choose_device(first + i, device) for i, device in enumerate(devices)]
+        chosen = [*choose_devices(devices, World.from_environment("cpu").local_rank)]
     for model, device in zip(models, chosen, strict=True):
         build_model(model, device, seed=0)
     return tuple(chosen)

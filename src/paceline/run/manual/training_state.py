@@ -17,7 +17,7 @@ from paceline.comm.single import SingleCommunicator
 from paceline.core.errors import MisuseError
 from paceline.core.notice import notice
 from paceline.core.settings import check_value
-from paceline.core.world import World, choose_device, unconnected_gpus
+from paceline.core.world import World, choose_device, choose_devices, unconnected_gpus
 from paceline.core.world import devices as all_devices
 from paceline.data.adopt import LoadingOptions
 from paceline.plan.shares import ranges
@@ -64,7 +64,7 @@ class TrainingState:
         self.finite_watch = FiniteWatch()
         self.offers: list[Offer | None] = [None] * len(self.replicas)
         self.newest_numbers: Numbers | None = None
-        self.is_synchronized = False
+        self.is_synchronized = self._is_closed = False
 
     @property
     def epoch(self) -> int:
@@ -91,8 +91,13 @@ class TrainingState:
         """The mean over all samples of the last step, on all replicas, before its update."""
         return self.numbers.loss
 
+    def check_open(self) -> None:
+        if self._is_closed:
+            raise MisuseError("this training state is closed: call prepare_training again")
+
     def close(self) -> None:
         """End the readers and the connection to other processes. Safe to call twice."""
+        self._is_closed = True
         self._cleanup.close()
 
     def __enter__(self) -> TrainingState:
@@ -239,10 +244,7 @@ def _choose_devices(devices: Sequence[torch.device | str] | None) -> tuple[World
     world = World.from_environment("cpu")
     if devices is None:
         devices = all_devices() if world.size == 1 else [choose_device(world.local_rank)]
-    elif isinstance(devices, str | torch.device):
-        raise TypeError(f"devices={devices!r} is one device: give a list, such as [{str(devices)!r}]")
-    first = world.local_rank * len(devices)
-    chosen = tuple(choose_device(first + number, device) for number, device in enumerate(devices))
+    chosen = choose_devices(devices, world.local_rank)
     if not chosen:
         raise ValueError("devices is empty: name at least one, or pass None for all of this machine")
     return World.from_environment(chosen[0]), chosen
