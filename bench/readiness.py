@@ -25,7 +25,7 @@ from torch import distributed
 
 from bench.harness import isolated, ratios
 from bench.workers import gloo_group
-from paceline.core.rank_variables import MEMBER_VARIABLE, MEMBERSHIP_VARIABLE
+from paceline.core.processes import MEMBER_VARIABLE, MEMBERSHIP_VARIABLE
 from paceline.run.membership.communicator import WATCHER_NAME
 
 ON, OFF = "on", "off"

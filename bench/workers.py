@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from paceline.core.die_with_parent import die_with_parent
+from paceline.core.processes import die_with_parent
 
 HOST = "127.0.0.1"
 EXIT_TIMEOUT_S = 10.0

@@ -7,7 +7,7 @@ imports torch. Errors are in `paceline.errors`, sources of data in `paceline.dat
 
 from typing import TYPE_CHECKING
 
-from paceline.core.lazy import lazy_names
+from paceline.core.imports import lazy_names
 
 __version__ = "0.3.0"
 
@@ -33,27 +33,8 @@ _HOMES = {
     "dp_train": "paceline.api.dp_train",
     "launch": "paceline.run.launching.launch",
 }
-# Former names of this module, by the module they are in now.
-_MOVED = {
-    **dict.fromkeys(("ArrayLoader",), "paceline.data"),
-    **dict.fromkeys(("Builder", "DdpConfig", "ElChe", "Handle", "TrainedState"), "paceline.compat.flodl"),
-    **dict.fromkeys(("DpResult", "device_count", "devices"), "paceline.compat.ggmlr"),
-    **dict.fromkeys(
-        (
-            *("DataParallelDataLoader", "TrainingHistory", "TrainingState", "Validation", "prepare_training"),
-            *("sync_buffer", "syncgrads", "train", "train_step", "update"),
-        ),
-        "paceline.compat.resnetimagenet",
-    ),
-    **dict.fromkeys(("EpochMetrics", "Event", "Position", "Report", "Timeline"), "paceline.reports"),
-    **dict.fromkeys(
-        (
-            *("CheckpointError", "CommunicationError", "CommunicationTimeout", "GradientError", "MisuseError"),
-            *("NoProgressError", "NonFiniteError", "Stopped", "WorkerError"),
-        ),
-        "paceline.errors",
-    ),
-}
+# Where further names are. Some of them were in this module before.
+_OTHER_MODULES = ("data", "reports", "errors", "compat.flodl", "compat.ggmlr", "compat.resnetimagenet")
 
 __all__ = list(_HOMES)
 
@@ -84,7 +65,7 @@ if TYPE_CHECKING:
     from paceline.sync.averaging.strategy import Averaging as Averaging
     from paceline.sync.compression.settings import Gradients as Gradients
 else:
-    __getattr__ = lazy_names(__name__, _HOMES, ("compat", "data", "errors", "reports"), _MOVED)
+    __getattr__ = lazy_names(__name__, _HOMES, ("compat", "data", "errors", "reports"), _OTHER_MODULES)
 
 
 def __dir__() -> list[str]:

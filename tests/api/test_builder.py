@@ -75,6 +75,7 @@ def test_what_is_missing_is_named(missing: str) -> None:
     [
         ("batch_size", (0,), "batch_size=0 must be >= 1"),
         ("batch_size", (8.0,), "batch_size=8.0 must be an int"),
+        ("speed_hint", (-1, 2.0), "slow_rank=-1 must be >= 0"),
         ("num_epochs", (True,), "num_epochs=True must be an int"),
         ("checkpoint_every", (0,), "checkpoint_every=0 must be >= 1"),
         ("seed", (1.5,), "seed=1.5 must be an int"),
@@ -132,6 +133,7 @@ def test_a_model_that_exists_is_no_factory() -> None:
         (lambda b: b.speed_hint(3, 2.0).devices(2), "slow_rank=3 is not in a world of 2"),
         (lambda b: b.settings(seed=3), r"settings\(seed=...\): use the builder's \.seed"),
         (lambda b: b.settings(global_batch=3), r"use the builder's \.batch_size"),
+        (lambda b: b.settings(model=mlp), r"settings\(model=...\): use Trainer\.builder\(\.\.\.\)"),
         (
             lambda b: b.settings(micro_bach=3),
             r"settings\(micro_bach=...\): unknown setting 'micro_bach': did you mean micro_batch\?",
@@ -166,6 +168,12 @@ def test_settings_reach_the_run_under_the_names_of_setup(task_of: Any) -> None:
     }
     assert task.lr_factor == 1
     assert task.devices == (torch.device("cpu"),) * 2
+
+
+def test_a_division_of_the_state_may_be_given_apart_from_its_group(task_of: Any) -> None:
+    task = task_of(ready().settings(shard="optimizer", optimization=pl.Optimization(shard_by="memory")))
+    assert task.settings["optimization"] == pl.Optimization(shard="optimizer", shard_by="memory")
+    assert "shard" not in task.settings
 
 
 def test_policies_that_average_are_averaging_by_cadence(task_of: Any) -> None:

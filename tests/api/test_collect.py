@@ -122,6 +122,9 @@ def test_a_reduction_over_one_worker_is_the_value_itself() -> None:
             assert trainer.reduce(3.5, how) == 3.5
         assert trainer.reduce(torch.tensor([1, 2])).tolist() == [1.0, 2.0]
         assert math.isnan(trainer.reduce(math.nan, "max"))
+        large = np.int64(2**60 + 1)
+        assert trainer.reduce(large, "sum") == 2**60 + 1
+        assert trainer.reduce(torch.tensor([1 + 2j])).tolist() == [1 + 2j]
 
 
 def test_tensors_of_unequal_shape_are_not_reduced(pool: WorkerPool) -> None:

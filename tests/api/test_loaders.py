@@ -170,6 +170,7 @@ def test_streams_and_iterables_of_batches_feed_devices_too() -> None:
     ("data", "settings", "text"),
     [
         (Numbers(), {}, "batch_size is missing: give the number of samples per device and step"),
+        (Numbers(), {"devices": [CPU], "batch_size": "4"}, "batch_size='4' must be an int"),
         (Numbers(), {"devices": [], "batch_size": 2}, "devices is empty"),
         (pl.PerWorker([[], []]), {"devices": ["cpu"]}, "PerWorker has 2 iterables for 1 devices: give one per device"),
         (Stream(), {"batch_size": 2, "drop_last": True}, "drop_last=True needs data with numbered samples"),

@@ -18,7 +18,7 @@ from worker_pool import WorkerPool, WorkersFailed
 
 import paceline as pl
 from paceline.api import recording
-from paceline.core.rank_variables import LAUNCHED_VARIABLE
+from paceline.core.processes import LAUNCHED_VARIABLE
 from paceline.observe.metrics import read_curves
 from paceline.observe.run_files import RunFiles, process_started, read_status, state_of, write_json
 from paceline.run import control
@@ -74,6 +74,17 @@ def test_evaluations_of_a_run_that_is_not_recorded_are_refused() -> None:
         pl.errors.MisuseError, match=r"log_evaluation\(\) needs a recorded run: give Trainer.setup\(run="
     ):
         train(None, hook=lambda trainer, _: trainer.log_evaluation({"loss": 1.0}))
+
+
+def test_a_closed_trainer_records_nothing(tmp_path: Path) -> None:
+    model = mlp()
+    trainer = pl.Trainer.setup(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), data=vectors(8), global_batch=8, run=tmp_path
+    )
+    trainer.close()
+    with pytest.raises(pl.errors.MisuseError, match="this trainer is closed"):
+        trainer.epochs(1)
+    assert not list(tmp_path.iterdir())
 
 
 def only_run(folder: Path) -> RunFiles:

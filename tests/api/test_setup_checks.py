@@ -235,6 +235,16 @@ def test_a_scheduler_over_another_optimizer_is_refused() -> None:
         setup(scheduler=0.1)
 
 
+def test_an_optimizer_can_be_used_again_after_a_set_up_that_failed() -> None:
+    model = mlp()
+    optimizer = sgd(model.parameters())
+    with pytest.raises(TypeError, match=r"scheduler is a float without step\(\)"):
+        setup(model, optimizer, scheduler=0.1)
+    with setup(model, optimizer) as trainer:
+        train(trainer, 1)
+    optimizer.step()
+
+
 def test_a_plateau_scheduler_needs_the_loss() -> None:
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
     message = r"ReduceLROnPlateau needs the loss, which is unknown after a bare loss.backward\(\): call trainer.bac"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+from contextlib import suppress
 from typing import Any
 from unittest import mock
 
@@ -16,7 +19,6 @@ import paceline as pl
 from paceline.api.summary import _cost_without_direct_path, summary
 from paceline.comm import connect
 from paceline.core.world import World, unconnected_gpus
-from paceline.run.assemble import _check_device
 
 H200, OLD = "NVIDIA H200 (140 GB)", "NVIDIA GeForce GTX 1060 (6 GB)"
 CPU = "CPU (2 cores, 1 thread each)"
@@ -125,8 +127,10 @@ def test_a_device_that_cannot_run_a_kernel_is_named(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(torch, "ones", fail)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "GeForce GTX 680")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("paceline.core.world.devices", lambda: [torch.device("cuda", index) for index in range(2)])
     with pytest.raises(ValueError, match="cuda:1 cannot run a kernel: GeForce GTX 680: CUDA error: no kernel"):
-        _check_device(torch.device("cuda:1"))
+        setup(device="cuda:1")
 
 
 def test_what_a_slow_link_chooses_is_said_by_rank_0(pool: WorkerPool) -> None:
@@ -149,3 +153,15 @@ def test_what_a_slow_link_chooses_is_said_by_rank_0(pool: WorkerPool) -> None:
     )
     assert second == ""
     assert pool.run(said, 2, True) == ["", ""]
+
+
+def test_a_broken_stderr_does_not_end_the_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    monkeypatch.setattr(sys, "stderr", stream := open(writing, "w", buffering=1))  # noqa: PTH123, SIM115
+    try:
+        setup().close()
+    finally:
+        monkeypatch.undo()
+        with suppress(OSError):
+            stream.close()

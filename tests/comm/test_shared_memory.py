@@ -33,7 +33,7 @@ from paceline.comm.shared_memory import peers, segment
 from paceline.comm.shared_memory.buffers import BLOCK_BYTES, SMALL_BYTES
 from paceline.comm.shared_memory.communicator import SCRATCH_BYTES, SharedMemoryCommunicator, missing_shared_memory
 from paceline.comm.shared_memory.peers import SharedMemoryUnavailable, placement
-from paceline.core import active_timer
+from paceline.core import timing
 from paceline.core.errors import CommunicationError, CommunicationTimeout, MisuseError
 from paceline.core.world import World
 
@@ -191,7 +191,7 @@ def test_a_call_between_looking_and_falling_asleep_is_not_slept_through(monkeypa
             next(events)()
             return monotonic()
 
-        monkeypatch.setattr(active_timer, "monotonic", clock)
+        monkeypatch.setattr(timing, "monotonic", clock)
         started = monotonic()
         workers[0].all_reduce(tensors[0]).wait()
         assert next(events, None) is None
@@ -210,7 +210,7 @@ def test_time_in_which_all_were_suspended_does_not_count(monkeypatch: pytest.Mon
                 workers[1].all_reduce(tensors[1])
             return 3600.0 * num_hours
 
-        monkeypatch.setattr(active_timer, "monotonic", clock)
+        monkeypatch.setattr(timing, "monotonic", clock)
         workers[0].all_reduce(tensors[0]).wait()
         assert num_hours == 10
 

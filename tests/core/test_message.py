@@ -107,3 +107,13 @@ def test_only_named_tuples_and_data_classes_are_created(name: str) -> None:
 def test_random_bytes_are_refused(raw: bytes) -> None:
     with pytest.raises(ValueError, match="was not written by"):
         decode(torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8))
+
+
+def test_a_shared_tensor_is_sent_once() -> None:
+    tied = torch.arange(1000.0)
+    message = encode({"embedding": tied, "head": tied, "empty": [torch.zeros(0)] * 2}, "value")
+    assert message.numel() < 2 * tied.nbytes
+    found = decode(message)
+    assert torch.equal(found["head"], tied)
+    assert found["head"].data_ptr() == found["embedding"].data_ptr()
+    assert [len(each) for each in found["empty"]] == [0, 0]

@@ -160,6 +160,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "sparse": ([torch.eye(2).to_sparse()], r"optimizer\[0\] is a tensor \(torch.sparse_coo on cpu\)"),
     "meta": ([torch.empty(2, device="meta")], r"optimizer\[0\] is a tensor \(torch.strided on meta\)"),
     "strings": ([np.array(["a"])], r"optimizer\[0\] is an array of dtype <U1"),
+    "byte order": ({"x": np.array([1.0], ">f4")}, r"optimizer\['x'\] is an array of dtype >f4"),
     "objects": ([np.array([None])], r"optimizer\[0\] is an array of dtype object"),
     "dates": ([np.datetime64("2020-01-01")], r"optimizer\[0\] is a numpy.datetime64"),
     "itself": (cycle(), "nested deeper than 100 levels: does the state contain itself"),

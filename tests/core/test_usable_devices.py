@@ -95,6 +95,13 @@ def test_gpus_are_not_tried_where_nothing_can_be_chosen(
     assert try_gpus() == {}
 
 
+def test_the_only_visible_of_unlike_gpus_is_not_tried(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_gpus(machine, "NVIDIA H200", "GTX 1060")
+    pretend(monkeypatch, "_TORCH_PROBE", {0: "not asked"})
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert left_out() == try_gpus() == {}
+
+
 @pytest.mark.parametrize("program", ["raise SystemExit(1)", "print()", "print('no JSON')", ""])
 def test_a_probe_that_fails_leaves_nothing_out(program: str, machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add_gpus(machine, *["NVIDIA H200"] * 2)

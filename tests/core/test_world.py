@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import paceline as pl
-from paceline.core.world import World, choose_device, device_count, devices
+from paceline.core.world import World, choose_device, choose_devices, device_count, devices
 
 CPU = torch.device("cpu")
 
@@ -160,3 +160,15 @@ def test_workers_that_share_a_gpu_know_it(
 ) -> None:
     set_gpus(monkeypatch, num_gpus)
     assert World(0, local_size, 0, local_size, device=device).shares_device is expected
+
+
+@pytest.mark.parametrize("device", ["gpu", "cpu:x", 3.5])
+def test_a_device_that_does_not_exist_is_named(device: Any) -> None:
+    with pytest.raises(ValueError, match=rf"^device={device!r} is unknown: choose one of cpu"):
+        choose_device(0, device)
+
+
+def test_one_device_is_not_a_list() -> None:
+    for device in ("cpu", torch.device("cpu")):
+        with pytest.raises(TypeError, match=r"is one device: give a list, such as \['cpu'\]"):
+            choose_devices(device)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from worker_pool import WorkerPool
 import paceline as pl
 from paceline.core.world import World
 from paceline.run.capture.graphs import Seconds, graphs_for
+from paceline.run.capture.inputs import Inputs
 from paceline.run.capture.step import COST_OF_CHANGE, MAX_EAGER
 from paceline.run.config import RunConfig
 
@@ -473,3 +474,9 @@ def test_the_builders_numbers_are_those_of_each_micro_batch(monkeypatch: pytest.
     graphs = FakeGraphs()
     assert means(graphs) == means(None)
     assert graphs.num_replayed > 20
+
+
+def test_a_batch_of_constants_has_nothing_to_copy() -> None:
+    inputs = Inputs({"number": 3})
+    inputs.fill([])
+    assert inputs.batch == {"number": 3}

@@ -44,6 +44,21 @@ def test_exact_mode_sets_deterministic_kernels_and_restores_what_was_there() -> 
     assert settings() == before
 
 
+def test_runs_may_end_in_any_order() -> None:
+    before = settings()
+    first = process_settings(World(), exact=True, threads=None)
+    second = process_settings(World(), exact=True, threads=2)
+    third = process_settings(World(), exact=False, threads=3)
+    first.close()
+    assert settings()["deterministic"]
+    assert settings()["threads"] == 3
+    third.close()
+    assert settings()["deterministic"]
+    assert settings()["threads"] == 2
+    second.close()
+    assert settings() == before
+
+
 def test_plain_mode_leaves_the_kernels_alone() -> None:
     before = settings()
     with process_settings(World(), exact=False, threads=1):

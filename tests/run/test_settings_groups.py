@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from grouping import grouped
@@ -35,6 +37,9 @@ from paceline.run.settings import GROUPS, check_unused
             "shares='fair' is unknown: choose 'measured', 'equal' or one number per worker",
         ),
         (lambda: pl.Balancing(speed_hints=(1, 0)), "speed_hints=(1.0, 0.0) must be > 0"),
+        (lambda: pl.Batching(drop_last="no"), "drop_last='no' must be True or False"),  # type: ignore[arg-type]
+        (lambda: pl.Balancing(shares=2), "shares=2 must be a list of numbers"),  # type: ignore[arg-type]
+        (lambda: pl.Optimization(shard_by=0.5), "shard_by=0.5 must be a list of numbers"),  # type: ignore[arg-type]
         (lambda: pl.Batching(physical_batch=(8, 0)), "physical_batch=(8, 0) must be >= 1"),
         (lambda: pl.Optimization(ema=1.0), "ema=1.0 must be > 0 and < 1"),
     ],
@@ -48,6 +53,7 @@ def test_a_bad_value_is_refused_with_its_limits(make: Callable[[], Any], text: s
 def test_groups_are_frozen_and_lists_become_tuples() -> None:
     assert pl.Batching(physical_batch=[8, 16]).physical_batch == (8, 16)  # type: ignore[arg-type]
     assert pl.Balancing(shares=[3, 1]).shares == (3.0, 1.0)  # type: ignore[arg-type]
+    assert pl.Balancing(shares=np.array([3, 1])).shares == (3.0, 1.0)  # type: ignore[arg-type]
     with pytest.raises(FrozenInstanceError):
         pl.Loading().readers = 2  # type: ignore[misc]
 
@@ -82,6 +88,21 @@ def test_a_misplaced_keyword_names_its_group(keyword: dict[str, Any], text: str)
     with pytest.raises(ValueError, match="settings") as refused:
         builder.settings(**keyword)
     assert str(refused.value).startswith(f"settings({next(iter(keyword))}=...): ")
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"checkpoints": "runs/a"}, "checkpoints='runs/a' is a str: pass checkpoints=pl.Checkpoints(...)"),
+        ({"loading": {"readers": 2}}, "loading={'readers': 2} is a dict: pass loading=pl.Loading(...)"),
+        ({"runtime": None}, "runtime=None is a NoneType: pass runtime=pl.Runtime(...)"),
+    ],
+)
+def test_what_is_no_group_is_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
+        pl.Trainer.setup(nn.Linear(1, 1), torch.optim.SGD, data=torch.zeros(4, 1), global_batch=4, **settings)
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
+        pl.Trainer.builder(lambda: nn.Linear(1, 1), torch.optim.SGD, lambda *_: None).settings(**settings)
 
 
 def test_settings_that_an_entry_point_ignores_are_refused() -> None:

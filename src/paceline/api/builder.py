@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader
 from paceline.api.builder_worker import WorkerTask, train
 from paceline.api.handle import Handle
 from paceline.api.trainer import Trainer
-from paceline.api.unknown_settings import explanation
-from paceline.core.rank_variables import is_worker
+from paceline.api.unknown_settings import check_group, explanation
+from paceline.core.processes import is_worker
 from paceline.core.settings import check_value
-from paceline.core.world import World, choose_device
+from paceline.core.world import World, choose_device, choose_devices
 from paceline.data.array_loader import ArrayLoader
 from paceline.plan.balance import hinted_speeds
 from paceline.plan.cadence import Cadence
@@ -28,7 +28,7 @@ from paceline.run.config import RunConfig
 from paceline.run.epoch_metrics import EpochMetrics
 from paceline.run.launching.background import Background
 from paceline.run.launching.launch import workers_to_start
-from paceline.run.settings import Balancing, Batching, Runtime
+from paceline.run.settings import Balancing, Batching, Optimization, Runtime
 from paceline.sync.averaging.strategy import Averaging
 
 Policy = Literal["sync", "cadence", "async"]
@@ -40,15 +40,14 @@ MICRO_BATCHES_PER_BATCH = 8
 _CADENCE_KNOBS = ("overhead_target", "max_anchor", "anchor", "max_batch_diff")
 _AVERAGING_KNOBS = (*_CADENCE_KNOBS, "divergence_threshold", "no_divergence_guard")
 
-# Parameters of Trainer.setup, and settings of its groups, that the builder has a method for.
+# Parameters of Trainer.setup, and settings of its groups, that are given to a method.
 _METHODS = {
-    "model": "builder",
-    "optimizer": "builder",
-    "data": "dataset",
-    "global_batch": "batch_size",
-    "strategy": "policy",
-    "device": "devices",
-    **{name: name for name in ("scheduler", "max_grad_norm", "seed")},
+    **dict.fromkeys(("model", "optimizer"), "Trainer.builder"),
+    "data": "the builder's .dataset",
+    "global_batch": "the builder's .batch_size",
+    "strategy": "the builder's .policy",
+    "device": "the builder's .devices",
+    **{name: f"the builder's .{name}" for name in ("scheduler", "max_grad_norm", "seed")},
 }
 _GROUP_METHODS = {"speed_hints": "speed_hint", "backend": "backend", "timeline": "timeline"}
 
@@ -124,7 +123,7 @@ class Builder:
             return self._with("devices", devices, int, least=1)
         if isinstance(devices, str | torch.device) or not isinstance(devices, Sequence) or not devices:
             raise ValueError(f'devices={devices!r}: give a list of devices, such as ["cuda:0", "cuda:1"], or a number')
-        return self._with("devices", tuple(choose_device(rank, device) for rank, device in enumerate(devices)))
+        return self._with("devices", choose_devices(devices))
 
     def policy(self, policy: Policy) -> Builder:
         """How workers synchronize.
@@ -168,7 +167,7 @@ class Builder:
 
     def speed_hint(self, slow_rank: int, ratio: float) -> Builder:
         """Every other worker is about `ratio` times as fast as `slow_rank`. Used until the speeds are measured."""
-        check_value("slow_rank", slow_rank, int)
+        check_value("slow_rank", slow_rank, int, least=0)
         hinted_speeds(slow_rank + 1, slow_rank, ratio)
         return self._with("speed_hint", (slow_rank, ratio))
 
@@ -203,7 +202,7 @@ class Builder:
         known = inspect.signature(Trainer.setup).parameters
         for name, value in settings.items():
             if name in _METHODS:
-                raise ValueError(f"settings({name}=...): use the builder's .{_METHODS[name]}(...)")
+                raise ValueError(f"settings({name}=...): use {_METHODS[name]}(...)")
             for inner, method in _GROUP_METHODS.items() if name in ("balancing", "runtime") else ():
                 if getattr(value, inner, None) is not None:
                     kind = type(value).__name__
@@ -211,6 +210,7 @@ class Builder:
             if name == "num_workers":
                 self.devices(value)
             elif name in known:
+                check_group(name, value)
                 self._settings[name] = value
             else:
                 own = [method for method in vars(Builder) if not method.startswith("_")]
@@ -301,6 +301,8 @@ class Builder:
     def _setup_settings(self, num_workers: int, device: torch.device) -> dict[str, Any]:
         """The parameters of `Trainer.setup`."""
         settings = self._settings | self._given("seed", "max_grad_norm", "scheduler")
+        if shard := settings.pop("shard", None):
+            settings["optimization"] = replace(settings.get("optimization", Optimization()), shard=shard)
         policy = self._set.get("policy", "sync")
         if batch_size := self._set.get("batch_size"):
             settings["global_batch"] = batch_size * (1 if policy == "sync" else num_workers)

@@ -14,6 +14,7 @@ from torch import nn
 from paceline.api.trainer import Trainer
 from paceline.comm.messages import gather
 from paceline.core.world import World
+from paceline.data.feeds.device import map_items
 from paceline.plan.epoch import Position
 from paceline.run.epoch_metrics import EpochMetrics, Tally
 from paceline.run.evaluation.evaluate import preserved_modes
@@ -143,9 +144,7 @@ def _state(trainer: Trainer) -> TrainedState:
             if memory not in copies:
                 copies[memory] = value.detach().to("cpu", copy=True)
             return copies[memory]
-        if isinstance(value, Mapping):
-            return {key: copied(item) for key, item in value.items()}
-        return type(value)(map(copied, value)) if isinstance(value, list | tuple) else value
+        return map_items(value, copied)
 
     return TrainedState(
         model=copied(model_state(model)),

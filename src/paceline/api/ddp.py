@@ -12,7 +12,8 @@ from paceline.comm import connect
 from paceline.comm.base import DEFAULT_TIMEOUT_S
 from paceline.core.errors import MisuseError
 from paceline.core.world import World
-from paceline.run.manual.replicas import agree, check_models, exact_settings, move_models, tensors_of
+from paceline.run.determinism import process_settings
+from paceline.run.manual.replicas import agree, check_models, move_models, tensors_of
 from paceline.run.settings import Runtime
 from paceline.run.step.build import named_parameters
 from paceline.sync.replica_gradients import ReplicaGradients
@@ -45,8 +46,7 @@ class Ddp:
         world = World.from_environment(self.devices[0])
         with ExitStack() as stack:
             if exact:
-                exact_settings.hold(world)
-                stack.callback(exact_settings.release)
+                stack.enter_context(process_settings(world, exact=True, threads=None))
             self._communicator = connect(world, runtime.backend, runtime.timeout_s)
             stack.callback(self._communicator.close)
             ranks = agree(models, self._communicator, exact=exact)

@@ -168,9 +168,12 @@ def _train(run: Run, loss_of: Callable[[Any, Any], torch.Tensor], n_iter: int, v
 
 
 def _train_in_worker(train: Callable[[Any], DpResult], make_model: Callable[[], Any]) -> Any:
-    """Return tensors and numbers only: the caller has its own model to load them into."""
+    """Return the state only: the caller has its own model to load it into."""
     result = train(make_model)
-    return {name: tensor.detach().cpu() for name, tensor in model_state(result.model).items()}, result.loss_history
+    state = model_state(result.model)
+    # A module's extra state need not be a tensor.
+    on_host = {name: v.detach().cpu() if isinstance(v, torch.Tensor) else v for name, v in state.items()}
+    return on_host, result.loss_history
 
 
 def _check_data(make_model: Callable[[], Any], data: Sequence[Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,27 +81,21 @@ def _call(model: Any, batch: Any) -> Any:
     return model(**batch) if isinstance(batch, Mapping) else model(batch)
 
 
-@dataclass(frozen=True)
-class CountedLabels:
-    """A `weight_fn` for a model of transformers: the labels that its loss is a mean over.
+def _num_labels(batch: Any, *, model_name: str, is_shifted: bool) -> int:
+    """The labels that the loss of a model of transformers is a mean over.
 
-    `is_shifted`: the model predicts each label from what comes before it, so that a sequence's first does not count.
+    is_shifted: the model predicts each label from what comes before it, so that a sequence's first does not count.
     """
-
-    model_name: str
-    is_shifted: bool
-
-    def __call__(self, batch: Any) -> int:
-        labels = batch.get("labels") if isinstance(batch, Mapping) else None
-        if labels is None:
-            raise ValueError(
-                f"a batch for {self.model_name} has no labels, which determine its weight: add labels, or pass a "
-                "weight_fn that returns the number of items that a batch's loss is a mean over"
-            )
-        if self.is_shifted:
-            # Where they are given shifted, the model takes these.
-            labels = batch["shift_labels"] if batch.get("shift_labels") is not None else labels[..., 1:]
-        return int((labels != IGNORED).sum())
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if labels is None:
+        raise ValueError(
+            f"a batch for {model_name} has no labels, which determine its weight: add labels, or pass a weight_fn that "
+            "returns the number of items that a batch's loss is a mean over"
+        )
+    if is_shifted:
+        # Where they are given shifted, the model takes these.
+        labels = batch["shift_labels"] if batch.get("shift_labels") is not None else labels[..., 1:]
+    return int((labels != IGNORED).sum())
 
 
 def weight_fn_of(model: Any) -> Callable[[Any], int] | None:
@@ -134,7 +128,7 @@ def weight_fn_of(model: Any) -> Callable[[Any], int] | None:
         or (model_name.endswith("ForConditionalGeneration") and model.config.is_encoder_decoder)
     ):
         is_shifted = False
-    return None if is_shifted is None else CountedLabels(model_name, is_shifted)
+    return None if is_shifted is None else partial(_num_labels, model_name=model_name, is_shifted=is_shifted)
 
 
 def _names(code: Any) -> set[str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.comm.messages import decided_by_rank_0
-from paceline.core.rank_variables import LAUNCHED_VARIABLE
+from paceline.core.processes import LAUNCHED_VARIABLE
 from paceline.core.settings import check, setting
 from paceline.observe import run_files
 from paceline.observe.best_effort import attempt

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Sequence
 
@@ -13,6 +12,7 @@ import torch
 from paceline.comm.base import Communicator
 from paceline.comm.messages import gather
 from paceline.core.events import Event, Events
+from paceline.core.notice import notice
 from paceline.core.usable_devices import left_out
 from paceline.core.world import World, devices, unconnected_gpus
 
@@ -29,15 +29,12 @@ def announce(communicator: Communicator, *, quiet: bool, is_device_chosen: bool)
     if not world.is_main or _is_quiet(quiet):
         return
     for index, reason in left_out().items() if not is_device_chosen else ():
-        print(f"paceline: left out cuda:{index}, which cannot run a kernel: {reason}", file=sys.stderr)
+        notice(f"left out cuda:{index}, which cannot run a kernel: {reason}")
     if world.size == 1 and not is_device_chosen and (count := len(devices())) > 1:
-        print(
-            f"paceline: training on 1 of {count} devices; start the script with `paceline run SCRIPT` to use all",
-            file=sys.stderr,
-        )
-    print(f"paceline: {summary(workers)}", file=sys.stderr)
+        notice(f"training on 1 of {count} devices; start the script with `paceline run SCRIPT` to use all")
+    notice(summary(workers))
     if cost:
-        print(f"paceline: {cost}", file=sys.stderr)
+        notice(cost)
 
 
 def announce_choice(communicator: Communicator, events: Events, *, quiet: bool) -> None:
@@ -45,7 +42,7 @@ def announce_choice(communicator: Communicator, events: Events, *, quiet: bool) 
 
     def report(event: Event) -> None:
         if event.name == "averaging" and communicator.world.is_main:
-            print(f"paceline: {event.details['reason']}", file=sys.stderr)
+            notice(event.details["reason"])
 
     if not _is_quiet(quiet):
         events.listen(report)

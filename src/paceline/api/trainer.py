@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from numbers import Integral
 from os import PathLike
 from pathlib import Path
@@ -98,15 +99,11 @@ class Trainer:
         model: an nn.Module, an object that has one as an attribute, or a function that builds one. Every worker starts
             with rank 0's weights.
         optimizer: a function from parameters to a torch optimizer, or to a list of them; or, for a model that is
-            already built, optimizers over its parameters. A class, such as torch.optim.AdamW, is called with its
-            default learning rate.
+            already built, optimizers over its parameters. A class is called with its default learning rate.
         data: a list of samples; a tensor or array, or a tuple or dict of them with equally many rows; a map-style torch
-            Dataset; a source of `paceline.data`; or a stream, an iterable that can be iterated repeatedly, such as a
-            torch IterableDataset. Samples that are pairs arrive as micro-batches with .x and .y. A torch DataLoader
-            keeps its settings: batch_size is global_batch, or micro_batch where global_batch is given too; num_workers
-            is readers; a sampler decides the order, drawn once per epoch for all workers (shuffle=True gives
-            Paceline's own permutation). For ready-made batches: `paceline.Batches(iterable)`,
-            `paceline.PerWorker(iterables)`.
+            Dataset; a source of `paceline.data`; a stream, an iterable that can be iterated repeatedly, such as a torch
+            IterableDataset; a torch DataLoader, whose settings are kept; or ready-made batches in `paceline.Batches` or
+            `paceline.PerWorker`. Pairs arrive as micro-batches with .x and .y. See docs/data.md.
         global_batch: samples per optimizer step, over all workers. micro_batch: samples per forward and backward
             (default: the global batch); global_batch must be a multiple of it.
         scheduler: a function from the optimizer to a torch scheduler, or several, or a scheduler made over a ready-made
@@ -117,20 +114,18 @@ class Trainer:
         shuffle: a new order in every epoch (default: True, or the DataLoader's setting).
         exact: weights are bit for bit the same on any number of workers, for one kind of device.
         precision: "fp32", "bf16" or "fp16", what `trainer.autocast()` casts to; fp16 adds loss scaling.
-        strategy: "gradients" exchanges gradients in every step. For slow links, where the result then depends on the
-            workers: `paceline.Cadence(...)` makes steps of as many micro-batches as keep the exchange cheap (give
-            micro_batch and no global_batch); `paceline.Averaging(...)` averages the replicas' weights; "slow link" does
-            so every 32 steps in few bytes, and says how much of the link that uses.
+        strategy: "gradients" exchanges gradients in every step. For slow links (docs/slow-links.md), where the result
+            depends on the workers: `paceline.Gradients(...)` compresses them; `paceline.Cadence(...)` makes large steps
+            (give micro_batch and no global_batch); `paceline.Averaging(...)` averages weights, and so does "slow link".
         device: default, this worker's GPU, or the CPU.
-        init_from: weights to start from unless a checkpoint is resumed: a checkpoint, a safetensors file, or a
-            state_dict.
+        init_from: weights to start from unless a checkpoint is resumed: a checkpoint, a safetensors file, or a file
+            with a state_dict.
         checkpoints: when and where to save the run: `paceline.Checkpoints(folder, every_steps=1000)`. A run that is
             set up again with the same folder resumes from the newest checkpoint there.
-        run: a folder, such as "runs", in which this run gets a folder of its own, as with `paceline train`: progress is
-            shown, metrics, events and a plot are written, and `paceline logs` and `paceline runs` find it; or
-            `paceline.Recording(...)`.
-        shard: "optimizer" divides the optimizer's state and the sums of gradients among the workers; see
-            docs/memory.md. The same as `Optimization(shard=...)`.
+        run: a folder, such as "runs", in which this run gets a folder with metrics, events and a plot, as with
+            `paceline train`; progress is shown, and `paceline logs` finds it. Or `paceline.Recording(...)`.
+        shard: "optimizer" or "gradients", what the workers divide among them; see docs/memory.md. The same as
+            `Optimization(shard=...)`.
         batching, loading, balancing, optimization, runtime: groups of further settings.
         """
         if shard is not None:
@@ -196,7 +191,7 @@ class Trainer:
 
         With max_anchor=0 each step has as many micro-batches as there are workers. `settings` are those of `setup`.
         """
-        size = World.from_environment(settings.get("device")).size
+        size = World.from_environment("cpu").size
         if (hints := config.speed_hints(size)) is not None:
             balancing = replace(balancing, speed_hints=hints)
         if config.timeline is not None:
@@ -225,18 +220,19 @@ class Trainer:
         Without a weight_fn, a micro-batch of a transformers language model weighs the labels that its loss is a mean
         over: for causal models, which shift them, `(labels[..., 1:] != -100).sum()`. See docs/data.md.
         """
-        settings["weight_fn"] = weight_by_head(settings.get("weight_fn"))
-        trainer = cls.setup(head, optimizer, data=data, **settings)
-        trainer._is_head = True
-        return trainer
+        return cls._setup_head(cls.setup, head, optimizer, data=data, **settings)
 
     @classmethod
     def setup_head_with(
         cls, config: DdpConfig, head: Any, optimizer: OptimizerFactory, *, data: Any, micro_batch: int, **settings: Any
     ) -> Trainer:
         """`setup_head` with El Che, as in `setup_with`."""
-        settings["weight_fn"] = weight_by_head(settings.get("weight_fn"))
-        trainer = cls.setup_with(config, head, optimizer, data=data, micro_batch=micro_batch, **settings)
+        setup = partial(cls.setup_with, config)
+        return cls._setup_head(setup, head, optimizer, data=data, micro_batch=micro_batch, **settings)
+
+    @staticmethod
+    def _setup_head(setup: Callable[..., Trainer], *args: Any, **settings: Any) -> Trainer:
+        trainer = setup(*args, **settings | {"weight_fn": weight_by_head(settings.get("weight_fn"))})
         trainer._is_head = True
         return trainer
 
@@ -367,6 +363,7 @@ class Trainer:
         for name, number in (("count", count), ("max_steps", max_steps)):
             if number is not None and not (isinstance(number, Integral) and number >= 0):
                 raise ValueError(f"epochs({name}={number!r}): choose an integer >= 0")
+        self.run.check_open()
         if self._recording is not None:
             self._recorded = RecordedRun(self._recording, self.run, self.run.total_steps(count, max_steps))
             self._recording = None
@@ -485,10 +482,10 @@ class Trainer:
     def listen(self, listener: Callable[[Event], object]) -> None:
         """Call `listener(event)` for events beside the steps, the same on all workers.
 
-        "plan": the workers' shares changed (shares, before). "drift": replicas drift apart, so they are averaged more
-        often (drift, every). "averaging": strategy="slow link" has chosen (every, compress, fragments, reason).
-        "capture", on the worker that captures: a graph was recorded (what, number), or none is
-        replayed (what, reason).
+        "plan": the workers' shares changed (shares, before). "save": a checkpoint is written (folder). "world": workers
+        left or joined; see docs/elastic.md. "drift": replicas drift apart, so they are averaged more often (drift,
+        every). "averaging": strategy="slow link" has chosen (every, compress, fragments, reason). "capture", on the
+        worker that captures: a graph was recorded (what, number), or none is replayed (what, reason).
         """
         self.run.events.listen(listener)
 
@@ -519,13 +516,9 @@ class Trainer:
         Between epochs or inside `every`, on all workers. Replicas that differ are averaged first.
         """
         self.run.synchronize("evaluate()")
-
-        def evaluate_all() -> float | dict[str, float]:
-            made = self._evaluation_data(data, micro_batch, collate_fn)
-            return evaluate(self.model, made, eval_fn, self.run.weight_fn)
-
-        with self.run.timeline.during("evaluation"):
-            return self.run.together(evaluate_all)
+        operation = partial(evaluate, eval_fn=eval_fn, weight_fn=self.run.weight_fn)
+        means: float | dict[str, float] = self._on_data(operation, data, micro_batch, collate_fn)
+        return means
 
     def log_evaluation(self, values: Mapping[str, float]) -> None:
         """Add results, by name, to the metrics, plots and loggers of a run with `run=`, at the last completed step.
@@ -558,17 +551,20 @@ class Trainer:
         tensor whose rows differ in shape becomes a list of rows. Between epochs or inside `every`, as `evaluate`.
         """
         self.run.synchronize("predict()")
+        return self._on_data(partial(predict, fn=fn or self._predict_batch), data, micro_batch, collate_fn)
 
-        def predict_all() -> Any:
-            made = self._evaluation_data(data, micro_batch, collate_fn)
-            return predict(self.model, made, fn or self._predict_batch)
-
-        with self.run.timeline.during("evaluation"):
-            return self.run.together(predict_all)
-
-    def _evaluation_data(self, data: Any, micro_batch: int | None, collate_fn: Any) -> EvaluationData:
+    def _on_data(
+        self, operation: Callable[[Any, EvaluationData], Any], data: Any, micro_batch: int | None, collate_fn: Any
+    ) -> Any:
         run = self.run
-        return EvaluationData(data, run.communicator, run.config.seed, run.steps.micro_batch, micro_batch, collate_fn)
+        default_size = run.steps.micro_batch
+
+        def operate() -> Any:
+            made = EvaluationData(data, run.communicator, run.config.seed, default_size, micro_batch, collate_fn)
+            return operation(run.model, made)
+
+        with run.timeline.during("evaluation"):
+            return run.together(operate)
 
     def _predict_batch(self, model: Any, batch: Any) -> Any:
         with self.autocast():

@@ -15,26 +15,29 @@ from paceline.run.settings import GROUPS
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_GROUP_OF = {
-    field.name: group
-    for group, kind in (*GROUPS.items(), ("checkpoints", Checkpoints))
-    for field in fields(kind)
-    if field.name != "folder"
-}
+_KINDS: dict[str, type[Any]] = {**GROUPS, "checkpoints": Checkpoints}
+_GROUP_OF = {field.name: group for group, kind in _KINDS.items() for field in fields(kind) if field.name != "folder"}
 
 
 def explains_unknown_settings(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function raise TypeError with the group that an unknown keyword belongs to."""
+    """Let a function raise TypeError with the group that an unknown keyword belongs to, and for what is no group."""
     known = inspect.signature(function).parameters
 
     @wraps(function)
     def checked(*args: P.args, **keywords: P.kwargs) -> R:
         for name, value in keywords.items():
             if name not in known:
-                raise TypeError(f"{explanation(name, value, list(known))}")
+                raise TypeError(explanation(name, value, list(known)))
+            check_group(name, value)
         return function(*args, **keywords)
 
     return checked
+
+
+def check_group(name: str, value: Any) -> None:
+    """Refuse a value of another type for a group of settings."""
+    if (kind := _KINDS.get(name)) and not isinstance(value, kind) and (value is not None or kind is not Checkpoints):
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}: pass {name}=pl.{kind.__name__}(...)")
 
 
 def explanation(name: str, value: Any, known: list[str]) -> str:

@@ -24,10 +24,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from paceline.core.active_timer import ActiveTimer
 from paceline.core.errors import CommunicationError, CommunicationTimeout
-from paceline.core.rank_variables import STORE_VARIABLE
+from paceline.core.processes import STORE_VARIABLE
 from paceline.core.secret import ForgedError, Secret, run_secret
+from paceline.core.timing import ActiveTimer
 from paceline.core.world import World
 
 # Workers may arrive at their first rendezvous far apart: imports and data preparation take different times.

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from paceline.core.lazy import lazy_names
+from paceline.core.imports import lazy_names
 
 if TYPE_CHECKING:
     from paceline.compat import flodl as flodl

@@ -21,13 +21,17 @@ _LENGTH_BYTES = 8
 def encode(value: Any, name: str, *, with_classes: bool = False) -> torch.Tensor:
     """The message. See `tree.flatten`, also for the values that raise TypeError."""
     flat = flatten(value, name, with_classes=with_classes)
-    kinds = [(name, DTYPE_NAMES[tensor.dtype], list(tensor.shape)) for name, tensor in flat.tensors.items()]
+    named: dict[int, tuple[str, torch.Tensor]] = {}  # a shared tensor once, by the name that the structure refers to
+    for key, tensor in flat.tensors.items():
+        named.setdefault(id(tensor), (key, tensor))
+    tensors = [tensor for _, tensor in named.values()]
+    kinds = [(key, DTYPE_NAMES[tensor.dtype], list(tensor.shape)) for key, tensor in named.values()]
     header = json.dumps({"structure": flat.structure, "tensors": kinds}).encode()
     header = len(header).to_bytes(_LENGTH_BYTES, "little") + header
-    ranges = list(_aligned_ranges(len(header), [tensor.nbytes for tensor in flat.tensors.values()]))
+    ranges = list(_aligned_ranges(len(header), [tensor.nbytes for tensor in tensors]))
     message = torch.empty(ranges[-1].stop if ranges else len(header), dtype=torch.uint8)
     message[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-    for place, tensor in zip(ranges, flat.tensors.values(), strict=True):
+    for place, tensor in zip(ranges, tensors, strict=True):
         message[place].view(tensor.dtype).view(tensor.shape).copy_(tensor)
     return message
 

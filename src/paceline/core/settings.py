@@ -68,6 +68,8 @@ def _check(name: str, value: Any, hint: Any, limits: Limits) -> None:
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if value is None and type(None) not in options:
         raise ValueError(f"{name}=None: give a value")
+    if set(options) <= {bool, type(None)} and value not in (True, False, None):
+        raise ValueError(f"{name}={value!r} must be True or False")
     if isinstance(value, Mapping) and (by_name := [o for o in options if get_origin(o) is Mapping]):
         for key, entry in value.items():
             _check(f"{name}[{key!r}]", entry, get_args(by_name[0])[1], limits)
@@ -83,6 +85,8 @@ def _check(name: str, value: Any, hint: Any, limits: Limits) -> None:
         return
     if not numbers or (type(value) in (bool, types.NoneType) and type(value) in options):
         return
+    if items and not isinstance(value, tuple) and not numbers.intersection(options):
+        raise ValueError(f"{name}={value!r} must be a list of numbers")
     for number in value if isinstance(value, tuple) and items else (value,):
         if isinstance(number, bool) or not isinstance(number, int | float if float in numbers else int):
             raise ValueError(f"{name}={value!r} must be {'a number' if float in numbers else 'an int'}")

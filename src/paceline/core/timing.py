@@ -1,10 +1,14 @@
-"""The times that a worker reports to the others."""
+"""The times that workers report to each other, and time limits that a suspended process does not exceed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from time import monotonic
 from typing import NamedTuple
 
 DEFAULT_TIMEOUT_S = 600.0  # to wait for other workers
+# The longest interval between two updates of an ActiveTimer that counts.
+MAX_INTERVAL_S = 0.5
 
 
 class Timing(NamedTuple):
@@ -25,3 +29,34 @@ class Timing(NamedTuple):
 
 
 NOT_MEASURED = Timing()
+
+
+def split_sync(sync_s: Sequence[float]) -> tuple[float, list[float]]:
+    """The duration of the exchange itself, and how long each worker waited for slower ones.
+
+    sync_s: each worker's time from having nothing left to compute to having the result. The last worker to arrive does
+    not wait, so its time, the shortest, is the exchange's.
+    """
+    exchange_s = min(sync_s) if sync_s else 0.0
+    return exchange_s, [seconds - exchange_s for seconds in sync_s]
+
+
+class ActiveTimer:
+    """Seconds in which this process was running, since `reset`. It must be updated several times a second.
+
+    Longer intervals between updates do not count: a batch system, a container runtime or Ctrl-Z may suspend all
+    processes of a run and continue them hours later.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.seconds = 0.0
+        self._updated_s = monotonic()
+
+    def update(self) -> float:
+        now_s = monotonic()
+        self.seconds += min(now_s - self._updated_s, MAX_INTERVAL_S)
+        self._updated_s = now_s
+        return self.seconds

@@ -128,8 +128,8 @@ class _Encoder:
             values = [getattr(value, field) for field in fields]
             return {"$": "instance", "class": _class_name(kind), "fields": self._encode_items(values, path)}
         raise TypeError(
-            f"{_text(path)} is a {_type_name(value)}, which cannot be stored without pickle: remove it from "
-            "state_dict(), or convert it to tensors, numbers, strings, lists, tuples and dicts"
+            f"{_text(path)} is a {_type_name(value)}, which cannot be stored without pickle: leave it out, or "
+            "convert it to tensors, numbers, strings, lists, tuples and dicts"
         )
 
     def _encode_items(self, values: Iterable[Any], path: _Path) -> list[Any]:
@@ -221,7 +221,7 @@ def _from_numpy(array: np.ndarray[Any, Any], path: _Path) -> torch.Tensor:
         # A copy where torch cannot share the memory: read-only or with negative strides.
         shareable = array.flags.writeable and all(stride >= 0 for stride in array.strides)
         return torch.from_numpy(array if shareable else array.copy())
-    except TypeError:
+    except (TypeError, ValueError):  # ValueError: of another byte order
         problem = f"{_text(path)} is an array of dtype {array.dtype}, which cannot be stored: convert it to numbers"
         raise TypeError(problem) from None
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from paceline.core.rank_variables import is_worker
+from paceline.core.processes import is_worker
 
 # What a launcher found out, for its workers.
 LEFT_OUT_VARIABLE = "PACELINE_LEFT_OUT"
@@ -71,12 +71,7 @@ def left_out() -> dict[int, str]:
 
     GPUs of different models are tried here; GPUs of one model only when workers are launched, see `try_gpus`.
     """
-    known = os.environ.get(LEFT_OUT_VARIABLE)
-    if known is not None:
-        return {int(index): reason for index, reason in json.loads(known).items()}
-    if _found is None and len(set(_models())) > 1:
-        return try_gpus()
-    return _found or {}
+    return _known(try_alike=False)
 
 
 def try_gpus() -> dict[int, str]:
@@ -84,20 +79,26 @@ def try_gpus() -> dict[int, str]:
 
     With one GPU there is nothing to choose, nor in a worker of another launcher: the run's set-up reports the error.
     """
-    global _found
-    models = _models()
-    if _found is None and LEFT_OUT_VARIABLE not in os.environ and len(models) > 1 and _num_visible() != 1:
-        if len(set(models)) > 1:
-            _found = _probe(_TORCH_PROBE)
-        elif not is_worker():
-            _found = _probe(_DRIVER_PROBE)
-    return left_out() if _found is None else _found
+    return _known(try_alike=True)
 
 
 def note_broken(index: int, reason: str) -> None:
     """Leave out a GPU that this process has tried."""
     global _found
     _found = {**left_out(), index: reason}
+
+
+def _known(*, try_alike: bool) -> dict[int, str]:
+    global _found
+    if (told := os.environ.get(LEFT_OUT_VARIABLE)) is not None:
+        return {int(index): reason for index, reason in json.loads(told).items()}
+    if _found is None and _num_visible() != 1:
+        models = _models()
+        if len(set(models)) > 1:
+            _found = _probe(_TORCH_PROBE)
+        elif len(models) > 1 and try_alike and not is_worker():
+            _found = _probe(_DRIVER_PROBE)
+    return _found or {}
 
 
 def _probe(program: str) -> dict[int, str]:
@@ -110,7 +111,7 @@ def _probe(program: str) -> dict[int, str]:
 
 
 def _models() -> list[str]:
-    """The model of each of the machine's GPUs, in the driver's order."""
+    """The model of each of the machine's GPUs."""
     texts = [path.read_text(errors="replace") for path in _GPUS.glob("*/information")]
     lines = (line for text in texts for line in text.splitlines())
     return [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
 import torch
 
-from paceline.core.rank_variables import is_worker
+from paceline.core.processes import is_worker
 from paceline.core.usable_devices import left_out, note_broken, try_gpus
 
 
@@ -111,7 +111,11 @@ def choose_device(local_rank: int, requested: torch.device | str | None = None) 
     available = devices()
     if requested is None:
         return available[local_rank % len(available)]
-    device = torch.device(requested)
+    try:
+        device = torch.device(requested)
+    except (RuntimeError, TypeError):
+        names = ", ".join(dict.fromkeys(["cpu", *map(str, available)]))
+        raise ValueError(f"device={requested!r} is unknown: choose one of {names}") from None
     if device.type != "cuda":
         return device
     if available[0].type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
@@ -120,6 +124,14 @@ def choose_device(local_rank: int, requested: torch.device | str | None = None) 
             "Choose one of these, or check CUDA_VISIBLE_DEVICES"
         )
     return available[local_rank % len(available)] if device.index is None else device
+
+
+def choose_devices(requested: Sequence[torch.device | str], local_rank: int = 0) -> tuple[torch.device, ...]:
+    """The devices of the replicas of the process with this local rank. Each process of this host has as many."""
+    if isinstance(requested, str | torch.device):
+        raise TypeError(f"devices={requested!r} is one device: give a list, such as [{str(requested)!r}]")
+    first = local_rank * len(requested)
+    return tuple(choose_device(number, device) for number, device in enumerate(requested, first))
 
 
 def _integer(environment: Mapping[str, str], name: str, default: int = 0) -> int:

@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from paceline.core.optional import optional
+from paceline.core.imports import optional
 from paceline.observe.best_effort import attempt, describe, warn
 from paceline.observe.json_lines import replace_file
 from paceline.observe.metrics import flat_items

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from time import monotonic
 
-from paceline.core.timing import NOT_MEASURED, Timing
-from paceline.core.waiting import split_sync
+from paceline.core.timing import NOT_MEASURED, Timing, split_sync
 
 # The parts of a worker's time, besides waiting for others.
 LANES = ("computing", "data", "exchange", "rest")

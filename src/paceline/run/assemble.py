@@ -86,11 +86,11 @@ def assemble(
             "with shard= and redundancy=1, the loss of a worker restarts all of them from the newest checkpoint"
         )
         membership = None
-    graphs = graphs_for(config, world)
     with ExitStack() as stack:
         if world.device.type == "cuda":
             _check_device(world.device)
             torch.cuda.set_device(world.device)
+        graphs = graphs_for(config, world)
         stack.enter_context(process_settings(world, exact=config.exact, threads=config.runtime.threads))
         communicator = _connect(config, world, membership)
         # From the number of workers at the start, also in a worker that joins later: buffers have the same size on all.
@@ -115,7 +115,8 @@ def assemble(
             weight_fn = weight_fn.find(plain_model(replica.model))
         has_one_sample_tail = not isinstance(data, IterableStream) and steps.num_samples % steps.micro_batch == 1
         if has_one_sample_tail and steps.micro_batch > 1 and not config.batching.drop_last:
-            stack.callback(explain_one_sample_tail(replica.model, steps))
+            for hook in explain_one_sample_tail(replica.model, steps):
+                stack.callback(hook.remove)
         if config.batching.physical_batch is not None and (name := batch_norm_in_training(replica.model)) is not None:
             raise ValueError(
                 f"physical_batch would change the statistics of the BatchNorm layer {name!r}: leave it out, or "
@@ -137,10 +138,8 @@ def assemble(
         if average is not None and checkpoints is not None:
             checkpointer.register("ema", average, Pattern.REPLICATED)
         residuals = Residuals()
-        if is_averaging:
-            exchange = _averaging(config, replica, communicator, events, max_micro_batches, residuals)
-        else:
-            exchange = _gradients(config, replica, communicator, max_micro_batches, shards)
+        exchanges = _Exchanges(config, replica, communicator, events, max_micro_batches, shards, residuals)
+        exchange = exchanges.of_weights() if is_averaging else exchanges.of_gradients()
         if isinstance(exchange, CompressedGradients):
             residuals.owner = exchange
         stack.callback(exchange.close)
@@ -230,63 +229,57 @@ def _data_settings(config: RunConfig, world: World, weight_fn: Callable[[Any], i
     )
 
 
-def _averaging(
-    config: RunConfig,
-    replica: Replica,
-    communicator: Communicator,
-    events: Events,
-    max_micro_batches: int,
-    residuals: Residuals,
-) -> GradientExchange:
-    strategy = config.strategy
-    assert isinstance(strategy, Averaging)
+@dataclass(frozen=True)
+class _Exchanges:
+    """Makes the exchange of a run. shards: None if nothing is divided. residuals: what compression keeps."""
 
-    def averaging() -> GradientExchange:
+    config: RunConfig
+    replica: Replica
+    communicator: Communicator
+    events: Events
+    max_micro_batches: int
+    shards: Shards | None
+    residuals: Residuals
+
+    def of_weights(self) -> GradientExchange:
+        strategy = self.config.strategy
+        assert isinstance(strategy, Averaging)
+        if strategy.first_step == 0:
+            return self._averaged(strategy)
+        first = GradientsFirst(self.of_gradients(), partial(self._averaged, strategy), strategy.first_step, self.events)
+        return cast("GradientExchange", first)  # forwards to one
+
+    def of_gradients(self) -> GradientExchange:
+        config = self.config
+        is_alone = isinstance(self.communicator, SingleCommunicator)
+        kind: Callable[..., MeanGradients] = MeanGradients
+        if self.shards is not None:
+            every_micro_batch = config.optimization.shard == "gradients"
+            kind = partial(ShardedGradients, shards=self.shards, every_micro_batch=every_micro_batch)
+        elif isinstance(config.strategy, Gradients) and not is_alone:
+            kind = partial(CompressedGradients, compress=config.strategy.compress, seed=config.seed)
+        elif is_alone and config.max_micro_batches(1) == 1 and not config.exact and config.precision != "fp16":
+            return DirectGradients(self.replica.parameters)
+        return self._mean(kind, self.communicator, self.max_micro_batches)
+
+    def _averaged(self, strategy: Averaging) -> GradientExchange:
+        replica, communicator, seed = self.replica, self.communicator, self.config.seed
         alone = SingleCommunicator(World(device=communicator.world.device))
-        many = _mean_gradients(config, replica, alone, config.max_micro_batches(1))
-        one = None if config.precision == "fp16" else DirectGradients(replica.parameters)
+        many = self._mean(MeanGradients, alone, self.config.max_micro_batches(1))
+        one = None if self.config.precision == "fp16" else DirectGradients(replica.parameters)
         parameters, statistics = list(replica.parameters.values()), statistics_of(replica.model)
         return AveragedReplicas(
-            strategy, many, one, parameters, statistics, communicator, events, config.seed, residuals
+            strategy, many, one, parameters, statistics, communicator, self.events, seed, self.residuals
         )
 
-    if strategy.first_step == 0:
-        return averaging()
-    before = _gradients(config, replica, communicator, max_micro_batches)
-    first = GradientsFirst(before, averaging, strategy.first_step, events)
-    return cast("GradientExchange", first)  # forwards to one
-
-
-def _gradients(
-    config: RunConfig,
-    replica: Replica,
-    communicator: Communicator,
-    max_micro_batches: int,
-    shards: Shards | None = None,
-) -> GradientExchange:
-    is_alone = isinstance(communicator, SingleCommunicator)
-    kind: Callable[..., MeanGradients] = MeanGradients
-    if shards is not None:
-        kind = partial(ShardedGradients, shards=shards, every_micro_batch=config.optimization.shard == "gradients")
-    elif isinstance(config.strategy, Gradients) and not is_alone:
-        kind = partial(CompressedGradients, compress=config.strategy.compress, seed=config.seed)
-    elif is_alone and config.max_micro_batches(1) == 1 and not config.exact and config.precision != "fp16":
-        return DirectGradients(replica.parameters)
-    return _mean_gradients(config, replica, communicator, max_micro_batches, kind)
-
-
-def _mean_gradients(
-    config: RunConfig,
-    replica: Replica,
-    communicator: Communicator,
-    max_micro_batches: int,
-    kind: Callable[..., MeanGradients] = MeanGradients,
-) -> MeanGradients:
-    return kind(
-        replica.parameters,
-        communicator,
-        Buffers(replica.model, communicator),
-        max_micro_batches=max_micro_batches,
-        exact=config.exact,
-        overlap=config.runtime.overlap,
-    )
+    def _mean(
+        self, kind: Callable[..., MeanGradients], communicator: Communicator, max_micro_batches: int
+    ) -> MeanGradients:
+        return kind(
+            self.replica.parameters,
+            communicator,
+            Buffers(self.replica.model, communicator),
+            max_micro_batches=max_micro_batches,
+            exact=self.config.exact,
+            overlap=self.config.runtime.overlap,
+        )

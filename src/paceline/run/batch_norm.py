@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from paceline.plan.epoch import Steps
 
@@ -19,8 +19,8 @@ def batch_norm_in_training(model: Any) -> str | None:
     return None
 
 
-def explain_one_sample_tail(model: Any, steps: Steps) -> Callable[[], None]:
-    """Add hooks that explain why BatchNorm cannot normalise a micro-batch of one sample. Returns their remover."""
+def explain_one_sample_tail(model: Any, steps: Steps) -> list[RemovableHandle]:
+    """Add hooks that explain why BatchNorm cannot normalise a micro-batch of one sample."""
 
     def check(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         x = inputs[0]
@@ -33,10 +33,4 @@ def explain_one_sample_tail(model: Any, steps: Steps) -> Callable[[], None]:
 
     batch_norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    handles = [m.register_forward_pre_hook(check) for m in modules if isinstance(m, batch_norms)]
-
-    def remove() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return remove
+    return [m.register_forward_pre_hook(check) for m in modules if isinstance(m, batch_norms)]

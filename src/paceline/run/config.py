@@ -16,6 +16,16 @@ from paceline.sync.compression.settings import Gradients
 
 Strategy: TypeAlias = Literal["gradients", "slow link"] | Gradients | Cadence | Averaging
 
+_WHY_NOT_EXACT: dict[type, str] = {
+    Averaging: "replicas differ between two averages",
+    Gradients: "compressed sums are rounded by each worker, so the result depends on their number",
+    Cadence: "with a cadence the size of a step depends on measured times",
+}
+_WHY_NOT_DIVIDED: dict[type, str] = {
+    Averaging: "with Averaging every worker updates its own replica",
+    Gradients: "compressed gradients are summed on every worker",
+}
+
 
 @dataclass(frozen=True)
 class RunConfig:
@@ -61,21 +71,9 @@ class RunConfig:
             )
 
     def _check_strategy(self) -> None:
-        if self.exact and self.strategy != "gradients":
-            why = (
-                "replicas differ between two averages"
-                if isinstance(self.strategy, Averaging)
-                else "compressed sums are rounded by each worker, so the result depends on their number"
-                if isinstance(self.strategy, Gradients)
-                else "with a cadence the size of a step depends on measured times"
-            )
+        if self.exact and (why := _WHY_NOT_EXACT.get(type(self.strategy))):
             raise ValueError(f"exact=True needs strategy='gradients': {why}")
-        if self.optimization.shard is not None and isinstance(self.strategy, Averaging | Gradients):
-            why = (
-                "with Averaging every worker updates its own replica"
-                if isinstance(self.strategy, Averaging)
-                else "compressed gradients are summed on every worker"
-            )
+        if self.optimization.shard is not None and (why := _WHY_NOT_DIVIDED.get(type(self.strategy))):
             raise ValueError(f"shard={self.optimization.shard!r} needs strategy='gradients' or a cadence: {why}")
         if self.optimization.ema is not None and isinstance(self.strategy, Averaging):
             raise ValueError(

@@ -13,24 +13,39 @@ from paceline.core.world import World
 
 logger = logging.getLogger("paceline")
 
+# What restores the settings before those of each run, the newest last; False if that run has ended before a newer one.
+_is_in_use: dict[ExitStack, bool] = {}
+
 
 def process_settings(world: World, *, exact: bool, threads: int | None) -> ExitStack:
-    """Apply the settings. Closing the returned stack restores the previous ones.
+    """Apply the settings. Closing the returned stack restores the previous ones, unless newer ones are in use.
+
+    Runs may end in any order: older settings are restored when all newer ones are closed.
 
     Exact mode fixes the number of CPU threads (default: 1), because it determines how sums are split. Otherwise the
     workers of a host divide its cores; the only worker of a host keeps its number of threads.
     """
-    # Not a generator-based context manager: one that is never closed raises at interpreter exit.
-    before = ExitStack()
     num_threads = torch.get_num_threads()
-    before.callback(torch.set_num_threads, num_threads)
-    if threads is not None or exact:
-        torch.set_num_threads(threads or 1)
-    elif world.local_size > 1:
-        torch.set_num_threads(max(1, min(num_threads, len(os.sched_getaffinity(0)) // world.local_size)))
-    if exact:
-        _use_deterministic_kernels(before)
-    return before
+    with ExitStack() as stack:
+        stack.callback(torch.set_num_threads, num_threads)
+        if threads is not None or exact:
+            torch.set_num_threads(threads or 1)
+        elif world.local_size > 1:
+            torch.set_num_threads(max(1, min(num_threads, len(os.sched_getaffinity(0)) // world.local_size)))
+        if exact:
+            _use_deterministic_kernels(stack)
+        before = stack.pop_all()
+    _is_in_use[before] = True
+    # Not a generator-based context manager: one that is never closed raises at interpreter exit.
+    closing = ExitStack()
+    closing.callback(_restore, before)
+    return closing
+
+
+def _restore(before: ExitStack) -> None:
+    _is_in_use[before] = False
+    while _is_in_use and not next(reversed(_is_in_use.values())):
+        _is_in_use.popitem()[0].close()
 
 
 def _use_deterministic_kernels(before: ExitStack) -> None:

@@ -7,7 +7,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from numbers import Number
 from time import perf_counter
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from paceline.comm.messages import gather
 from paceline.core.deferred import DeferredReader
+from paceline.run.evaluation.evaluate import is_number
 from paceline.run.report import ratio
 from paceline.run.run import Run
 from paceline.run.step.planner import GPU_LAG_STEPS
@@ -67,7 +67,8 @@ class Tally:
     def begin(self) -> None:
         self._start = perf_counter()
         self._records.clear()
-        self._noted: list[tuple[dict[str, Any], float]] = []
+        self._noted: list[tuple[dict[str, Any], float]] = []  # in this attempt at the open step
+        self._attempt: object = None
         self._exchanged_loss = [0.0, 0.0]  # weighted sum, weight; known to all workers
         self._own_loss = [0.0, 0.0]  # of steps that were not exchanged
         self._scalars: dict[str, list[Any]] = {}  # likewise; the sums may be device tensors
@@ -79,19 +80,22 @@ class Tally:
     def note(self, scalars: Mapping[str, Any], weight: float) -> None:
         """Add one micro-batch's scalars from train_fn. They count when the step completes."""
         checked = {str(name): _checked(name, value) for name, value in scalars.items()}
+        self._forget_other_attempts()
         self._noted.append((checked, weight))
 
     def add(self, record: StepRecord) -> None:
-        # When exact mode repeats a step, its micro-batches are noted again: only the last repetition counts.
-        rank, shares = self._run.world.rank, record.shares
-        # A step completed by another worker may have had more or fewer workers.
-        own_micro_batches = shares[rank] if rank < len(shares) else len(self._noted)
-        for scalars, weight in self._noted[-own_micro_batches:] if own_micro_batches else ():
+        self._forget_other_attempts()
+        for scalars, weight in self._noted:
             for name, value in scalars.items() if weight else ():
                 total = self._scalars.setdefault(name, [0.0, 0.0])
                 total[0], total[1] = total[0] + value * weight, total[1] + weight
         self._noted = []
         self._records.add(record)
+
+    def _forget_other_attempts(self) -> None:
+        """A step may be repeated, for exact sums or after the loss of a worker, and then all of it is noted again."""
+        if self._attempt is not (attempt := self._run.loop.open.step):
+            self._noted, self._attempt = [], attempt
 
     def end(self, epoch: int) -> EpochMetrics:
         """Combine all workers. Collective; the result is the same on each."""
@@ -133,10 +137,8 @@ class Tally:
 
 
 def _checked(name: object, value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        return value.detach().to(torch.float64).reshape(())
-    if isinstance(value, Number):
-        return float(value)  # type: ignore[arg-type]
+    if is_number(value):
+        return value.detach().double().reshape(()) if isinstance(value, torch.Tensor) else float(value)
     shown = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
     raise ValueError(f"train_fn returned {shown} as {name!r}: it must be one number, the mean over the micro-batch")
 

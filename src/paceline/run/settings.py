@@ -7,7 +7,7 @@ Fields with course=True determine the course of a run, together with the seed; t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields
 from os import PathLike
 from typing import Any, Literal
@@ -78,9 +78,7 @@ class Balancing:
     replan_every: int = setting("steps between changes of the shares after that", 1, least=1)
 
     def __post_init__(self) -> None:
-        for name, value in (("shares", self.shares), ("speed_hints", self.speed_hints)):
-            if value is not None and not isinstance(value, str):
-                object.__setattr__(self, name, tuple(map(float, value)))
+        _take_floats(self, "shares", "speed_hints")
         check(self)
 
 
@@ -116,8 +114,7 @@ class Optimization:
     )
 
     def __post_init__(self) -> None:
-        if not isinstance(self.shard_by, str):
-            object.__setattr__(self, "shard_by", tuple(map(float, self.shard_by)))
+        _take_floats(self, "shard_by")
         check(self)
         if not isinstance(self.shard_by, str) and not any(self.shard_by):
             raise ValueError(f"shard_by={list(self.shard_by)}: at least one worker must get a part")
@@ -154,6 +151,14 @@ class Runtime:
 
     def __post_init__(self) -> None:
         check(self)
+
+
+def _take_floats(group: Any, *names: str) -> None:
+    """Settings with one number per worker may be given as ints, in lists or arrays."""
+    for name in names:
+        value = getattr(group, name)
+        if isinstance(value, Iterable) and not isinstance(value, str):
+            object.__setattr__(group, name, tuple(map(float, value)))
 
 
 GROUPS: dict[str, type] = {

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import pytest
 
-from paceline.core import active_timer
+from paceline.core import timing
 from paceline.run.launching import heartbeats
 from paceline.run.launching.heartbeats import Heartbeats, Record
 
@@ -72,16 +72,16 @@ def test_nodes_that_left_are_not_read_again() -> None:
 def test_nodes_that_were_lost_are_read_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """A link may come back. Later they stay lost."""
     now_s = 100.0
-    monkeypatch.setattr(active_timer, "monotonic", lambda: now_s)
+    monkeypatch.setattr(timing, "monotonic", lambda: now_s)
     agents = Agents(3)
     agents.exchange()
     num_read = 0
     for beat in range(1, 200):
-        now_s += active_timer.MAX_INTERVAL_S
+        now_s += timing.MAX_INTERVAL_S
         agents.store.set("node-1", note(1, heartbeat=beat).to_json())
         read = agents.exchange()
         assert read[0] == "node-1"
         num_read += "node-2" in read
         assert (2 in agents.own.silent) == (beat > 3)
-    assert num_read == heartbeats.FORGET_S / active_timer.MAX_INTERVAL_S + 1
+    assert num_read == heartbeats.FORGET_S / timing.MAX_INTERVAL_S + 1
     assert {*agents.own.silent} == {2}

@@ -10,7 +10,7 @@ from contextlib import closing
 import pytest
 from waiting import wait_until
 
-from paceline.core.rank_variables import LAUNCHED_VARIABLE
+from paceline.core.processes import LAUNCHED_VARIABLE
 from paceline.run.launching import nodes as nodes_module
 from paceline.run.launching.elastic_nodes import ElasticNodes
 from paceline.run.launching.nodes import NodeRendezvous, Nodes, NodesError, interface_of

@@ -19,6 +19,7 @@ from worker_pool import WorkerPool
 
 import paceline as pl
 from paceline.run.manual.functional import topk_accuracy
+from paceline.run.manual.training_state import _choose_devices
 from paceline.run.manual.training_state import report_missing_peer_access as report
 
 # Replicas equal one model.
@@ -155,6 +156,17 @@ def test_a_model_that_exists_becomes_the_first_replica_and_the_others_are_copies
         pl.compat.resnetimagenet.train(functional.cross_entropy, state)
         assert len(set(everything(state))) == 1
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_optimizers_are_the_users_again_once_the_state_is_closed() -> None:
+    with prepare() as state:
+        with pytest.raises(pl.errors.MisuseError, match="was called on an optimizer that belongs to the trainer"):
+            state.optimizers[0].step()
+        one_step(state, ((X[:4], Y[:4]), None))
+    state.optimizers[0].step()
+    for act in (lambda: one_step(state, ((X[:4], Y[:4]), None)), lambda: pl.compat.resnetimagenet.sync_buffer(state)):
+        with pytest.raises(pl.errors.MisuseError, match="this training state is closed: call prepare_training again"):
+            act()
 
 
 def test_the_first_replica_may_go_without_a_batch() -> None:
@@ -440,7 +452,7 @@ def test_a_schedule_gives_the_learning_rate_of_every_step() -> None:
 def test_a_torch_scheduler_is_stepped_by_every_update() -> None:
     with prepare(scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5), cycle=3) as state:
         pl.compat.resnetimagenet.train(functional.cross_entropy, state)
-        assert state.learning_rate == pytest.approx(0.1 / 8)
+        assert state.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 / 8)
         assert len(set(everything(state))) == 1
         with pytest.raises(ValueError, match="schedule and prepare_training's scheduler both set the learning rate"):
             pl.compat.resnetimagenet.train(functional.cross_entropy, state, schedule=lambda *_: 0.1)
@@ -460,6 +472,13 @@ def test_lines_tell_how_it_goes(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert "step 4  validation loss" in str(history.validations[0])
     assert "top-1 " in str(history.validations[0])
+
+
+def test_cuda_without_a_number_is_the_next_gpu_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [torch.device("cuda", index) for index in range(2)]
+    monkeypatch.setattr("paceline.core.world.devices", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert _choose_devices(["cuda", "cuda", "cpu", "cuda:1"])[1] == (*gpus, torch.device("cpu"), gpus[1])
 
 
 def test_devices_without_direct_access_are_reported(

@@ -65,6 +65,7 @@ def test_a_stream_without_samples_is_an_error_and_no_endless_loop() -> None:
         ({"validate_every": 0, "validation": (X, Y)}, "validate_every=0 must be >= 1"),
         ({"verbose": -1}, "verbose=-1 must be >= 0"),
         ({"topk": (0,), "validation": (X, Y)}, r"topk=\(0,\) must be >= 1"),
+        ({"topk": 5, "validation": (X, Y)}, "topk=5 must be a list of numbers"),
     ],
 )
 def test_bad_settings_of_train_are_named(settings: dict[str, Any], text: str) -> None:

@@ -149,3 +149,10 @@ def test_a_last_batch_of_one_sample_is_explained_where_batch_norm_cannot_take_it
         with pytest.raises(ValueError, match="more than 1 value per channel") as raised:
             pl.compat.resnetimagenet.train(functional.cross_entropy, state)
         assert "choose another nsamples than 4" in raised.value.__notes__[0]
+
+
+def test_a_pair_is_not_cut_although_it_is_as_long_as_the_batch() -> None:
+    first, second = parts(({"x": X[:2]}, {"y": Y[:2]}), 2, 1)
+    for (inputs, targets), row in ((first[0], 0), (second[0], 1)):
+        assert inputs["x"].tolist() == X[row : row + 1].tolist()
+        assert targets["y"].tolist() == Y[row : row + 1].tolist()

@@ -17,7 +17,7 @@ from fake_workers import fake_node
 
 from paceline.comm.process_group import ProcessGroupCommunicator
 from paceline.core.errors import CommunicationError, GenerationEnded
-from paceline.core.rank_variables import STORE_VARIABLE
+from paceline.core.processes import STORE_VARIABLE
 from paceline.core.world import World
 from paceline.run.membership import communicator as membership_communicator
 from paceline.run.membership.communicator import ElasticCommunicator

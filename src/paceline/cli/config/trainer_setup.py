@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from paceline.cli.config import schema
 from paceline.cli.config.parts import Part
 from paceline.cli.config.schema import ProjectSettings
-from paceline.core.optional import optional
+from paceline.core.imports import optional
 from paceline.plan.cadence import Cadence
 from paceline.run.config import Strategy
 from paceline.run.saving.options import Checkpoints

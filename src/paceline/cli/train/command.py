@@ -23,7 +23,7 @@ from paceline.cli.train.dry_run import dry_run, nearest_existing
 from paceline.cli.train.user_errors import ProjectError, UserFacingError, in_command_words, user_facing
 from paceline.cli.train.worker import RunRequest, train
 from paceline.core.errors import WorkerError
-from paceline.core.rank_variables import is_worker
+from paceline.core.processes import is_worker
 from paceline.core.world import device_count, devices
 from paceline.observe import formats, run_files
 from paceline.observe.best_effort import attempt

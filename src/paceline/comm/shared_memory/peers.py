@@ -18,8 +18,8 @@ from paceline.comm.shared_memory.segment import (
     encode_record,
     unsupported_reason,
 )
-from paceline.core.active_timer import ActiveTimer
 from paceline.core.errors import CommunicationError, CommunicationTimeout, MisuseError
+from paceline.core.timing import ActiveTimer
 from paceline.core.world import World
 
 # How long to spin before sleeping: several times the cost of a sleep and a wake-up, which in a virtual machine can

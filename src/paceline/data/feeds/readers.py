@@ -30,8 +30,8 @@ from typing import Any
 
 import torch
 
-from paceline.core.die_with_parent import die_with_parent
 from paceline.core.errors import PacelineError
+from paceline.core.processes import die_with_parent
 from paceline.data.feeds.packing import pack, unpack
 
 _STACK_SIGNAL = signal.SIGUSR1  # makes a reader process write its stack to a file

@@ -20,7 +20,7 @@ from zlib import crc32
 
 import numpy as np
 
-from paceline.core.optional import pyarrow
+from paceline.core.imports import pyarrow
 from paceline.data.errors import SampleError
 from paceline.data.sources.arrow_rows import RecordBatches
 

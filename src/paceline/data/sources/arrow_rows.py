@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.core.optional import pyarrow
+from paceline.core.imports import pyarrow
 from paceline.data.errors import SampleError, check_range
 from paceline.data.sources.base import Indices
 

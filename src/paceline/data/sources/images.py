@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.core.optional import optional
+from paceline.core.imports import optional
 from paceline.core.seeding import Purpose, derive_seed
 from paceline.data.errors import check_range, naming_sample, suggestion
 from paceline.data.fingerprint import Facts, file_facts, value_facts

@@ -35,7 +35,7 @@ class Inputs:
 
     def fill(self, given: Sequence[torch.Tensor], to: Sequence[torch.Tensor] = (), others: Any = ()) -> None:
         """Copy the tensors of another batch of this shape; also copy `others` to `to`. Both have one dtype."""
-        if self._words is not None and (not to or to[0].dtype == others[0].dtype == torch.float32):
+        if self._words and (not to or to[0].dtype == others[0].dtype == torch.float32):
             torch._foreach_copy_([*self._words, *to], [*map(_words, given), *others])
             return
         for own, other in zip((*self._tensors, *to), (*given, *others), strict=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -46,7 +46,7 @@ def reduce(value: Any, how: Reduction, communicator: Communicator) -> Any:
     if not isinstance(value, torch.Tensor | Real):
         raise TypeError(f"reduce() got a {type(value).__name__}: give a tensor or a number")
     if not isinstance(value, torch.Tensor):
-        value = int(value) if isinstance(value, int) else float(value)
+        value = int(value) if isinstance(value, Integral) else float(value)
     values = gather(value, communicator)
     kinds = [_kind(each) for each in values]
     if len(set(kinds)) > 1:
@@ -101,7 +101,7 @@ def _kind(value: Any) -> str:
 
 def _reduced(rows: torch.Tensor, how: Reduction) -> torch.Tensor:
     if how == "mean":
-        return (rows if rows.is_floating_point() else rows.double()).mean(0)
+        return (rows if rows.is_floating_point() or rows.is_complex() else rows.double()).mean(0)
     if how == "sum":
         return rows.sum(0)
     return rows.amax(0) if how == "max" else rows.amin(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from numbers import Number
+from numbers import Real
 from typing import Any, TypeVar
 
 import torch
@@ -126,11 +126,18 @@ def evaluate(
     return means[0] if names == [UNNAMED] else dict(zip(names, means, strict=True))
 
 
+def is_number(value: Any) -> bool:
+    """Whether this is one real number, or a tensor with one."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, Real)
+
+
 def _as_scalars(result: Any, device: torch.device) -> dict[str, torch.Tensor]:
     named = result if isinstance(result, Mapping) and result else {UNNAMED: result}
     scalars = {}
     for name, value in named.items():
-        if not (value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, Number)):
+        if not is_number(value):
             shown = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
             raise ValueError(
                 f"eval_fn returned {shown}{f' as {name!r}' if name else ''}: it must return one number, the mean over "

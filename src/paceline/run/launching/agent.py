@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.core.errors import WorkerError
 from paceline.core.notice import notice
-from paceline.core.rank_variables import (
+from paceline.core.processes import (
     FIRST_SIZE_VARIABLE,
     MEMBER_VARIABLE,
     MEMBERSHIP_VARIABLE,

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 from paceline.core.notice import notice
-from paceline.core.rank_variables import LAUNCHED_VARIABLE
+from paceline.core.processes import LAUNCHED_VARIABLE
 from paceline.run.launching.heartbeats import Heartbeats, Record
 from paceline.run.launching.nodes import POLL_S, Nodes, NodesError, open_store, wait_for_nodes, worker_environment
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit, first_failure

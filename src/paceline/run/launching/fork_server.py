@@ -152,7 +152,7 @@ class ForkServer:
 def main(start_file: Path, channel: Connection, modules: Sequence[str]) -> NoReturn:
     start = json.loads(start_file.read_text())
     sys.path[:] = start["path"]
-    from paceline.core.die_with_parent import die_with_parent
+    from paceline.core.processes import die_with_parent
 
     die_with_parent(start["launcher_pid"])
     signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
@@ -234,7 +234,7 @@ def _fork_worker(environment: dict[str, str], folder: Path, start: dict[str, Any
         if pid := os.fork():
             return pid
     try:
-        from paceline.core.die_with_parent import die_with_parent
+        from paceline.core.processes import die_with_parent
 
         die_with_parent(parent_pid)
         channel.close()

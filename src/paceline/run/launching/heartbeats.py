@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Self, TypeVar
 
-from paceline.core.active_timer import ActiveTimer
+from paceline.core.timing import ActiveTimer
 
 HEARTBEAT_S = 0.2
 # Nodes that have left, or were lost for this long, are no longer read: hosts may come and go for weeks.

@@ -23,7 +23,7 @@ from typing import Any
 
 from paceline.core.errors import WorkerError
 from paceline.core.notice import notice
-from paceline.core.rank_variables import LAUNCHED_VARIABLE, MEMBERSHIP_VARIABLE, is_worker
+from paceline.core.processes import LAUNCHED_VARIABLE, MEMBERSHIP_VARIABLE, is_worker
 from paceline.core.secret import FILE_VARIABLE
 from paceline.core.usable_devices import LEFT_OUT_VARIABLE, try_gpus
 from paceline.run.launching import worker

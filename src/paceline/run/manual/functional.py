@@ -65,6 +65,7 @@ def train_step(loss_fn: LossFunction, state: TrainingState, batch: Any, replica:
 
     Returns the loss, on its device; None without a batch.
     """
+    state.check_open()
     if batch is None:
         return None
     check_value("replica", replica, int, least=0, most=len(state.replicas) - 1)
@@ -111,6 +112,7 @@ def sync_buffer(state: TrainingState, *, reduce: Reduce | None = None) -> None:
     of gradients, one per replica with a batch in this step, and a list of their sample counts, and returns the gradient
     for all replicas. The gradient of a replica that did not use the parameter is zero.
     """
+    state.check_open()
     if state.is_synchronized:
         raise MisuseError("the gradients of this step are already synchronized: call update before the next step")
     plan, numbers = state.exchange.average_offers(state.offers, state.buffers, reduce)
@@ -169,7 +171,7 @@ def train(
     if validate_every is not None and validation is None:
         raise ValueError(f"validate_every={validate_every} would be ignored: give the data as validation=")
     check_value("validate_every", validate_every, int | None, least=1)
-    check_value("topk", tuple(topk), tuple[int, ...], least=1)
+    check_value("topk", topk if isinstance(topk, int) else tuple(topk), tuple[int, ...], least=1)
     check_value("verbose", verbose, int | bool, least=0)
     if schedule is not None and state.has_scheduler:
         raise ValueError("schedule and prepare_training's scheduler both set the learning rate: give one of them")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -88,7 +89,9 @@ def parts(batch: Any, num_samples: int, size: int) -> Iterator[tuple[Any, int]]:
     """
     for start in range(0, num_samples, size):
         rows = slice(start, min(start + size, num_samples))
-        yield _cut(batch, num_samples, rows), rows.stop - rows.start
+        cut = partial(_cut, num_samples=num_samples, rows=rows)
+        # A tuple at the top holds kinds of values, such as inputs and targets, even if it is as long as the batch.
+        yield map_items(batch, cut) if type(batch) is tuple else cut(batch), rows.stop - rows.start
 
 
 def _cut(value: Any, num_samples: int, rows: slice) -> Any:
@@ -97,4 +100,4 @@ def _cut(value: Any, num_samples: int, rows: slice) -> Any:
     is_plain = type(value) in (list, tuple) and not any(isinstance(item, torch.Tensor | np.ndarray) for item in value)
     if is_plain and len(value) == num_samples:
         return value[rows]
-    return map_items(value, lambda item: _cut(item, num_samples, rows))
+    return map_items(value, partial(_cut, num_samples=num_samples, rows=rows))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,30 +12,9 @@ from torch import nn
 from paceline.comm.base import Communicator
 from paceline.comm.messages import gather
 from paceline.core.errors import MisuseError
-from paceline.core.world import World, choose_device
+from paceline.core.world import World, choose_devices
 from paceline.plan.shares import Plan, ranges
-from paceline.run.determinism import process_settings
 from paceline.run.step.build import build_model, named_parameters, refuse_wrapped
-
-
-class _ExactSettings:
-    """The process settings of exact mode, reference-counted: holders may release them in any order."""
-
-    def __init__(self) -> None:
-        self._num_holders = 0
-        self._undo = ExitStack()
-
-    def hold(self, world: World) -> None:
-        self._undo.enter_context(process_settings(world, exact=True, threads=None))
-        self._num_holders += 1
-
-    def release(self) -> None:
-        self._num_holders -= 1
-        if self._num_holders == 0:
-            self._undo.close()
-
-
-exact_settings = _ExactSettings()
 
 
 def tensors_of(model: Any, *kinds: str) -> list[torch.Tensor]:
@@ -107,8 +85,7 @@ def move_models(models: Sequence[Any], devices: Sequence[torch.device | str] | N
     elif isinstance(devices, str | torch.device) or len(devices) != len(models):
         raise ValueError(f"devices={devices!r} for {len(models)} replicas: give a list of {len(models)}, one for each")
     else:
-        first = World.from_environment("cpu").local_rank * len(models)
-        chosen = [choose_device(first + i, device) for i, device in enumerate(devices)]
+        chosen = [*choose_devices(devices, World.from_environment("cpu").local_rank)]
     for model, device in zip(models, chosen, strict=True):
         build_model(model, device, seed=0)
     return tuple(chosen)

@@ -11,7 +11,8 @@ import torch
 
 from paceline.comm.base import Communicator
 from paceline.comm.single import SingleCommunicator
-from paceline.core.world import World
+from paceline.core.settings import check_value
+from paceline.core.world import World, choose_devices
 from paceline.core.world import devices as all_devices
 from paceline.data.adopt import LoadingOptions, adopt
 from paceline.data.epochs import source_of
@@ -172,7 +173,8 @@ class DataParallelDataLoader(DeviceFeed):
         readers: int | None = None,
         seed: int = 0,
     ) -> None:
-        chosen = all_devices() if devices is None else [torch.device(device) for device in devices]
+        check_value("batch_size", batch_size, int | None, least=1)
+        chosen = all_devices() if devices is None else choose_devices(devices)
         if not chosen:
             raise ValueError("devices is empty: name at least one, or leave it out for all")
         super().__init__(

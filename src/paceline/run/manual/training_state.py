@@ -17,7 +17,7 @@ from paceline.comm.single import SingleCommunicator
 from paceline.core.errors import MisuseError
 from paceline.core.notice import notice
 from paceline.core.settings import check_value
-from paceline.core.world import World, choose_device, unconnected_gpus
+from paceline.core.world import World, choose_device, choose_devices, unconnected_gpus
 from paceline.core.world import devices as all_devices
 from paceline.data.adopt import LoadingOptions
 from paceline.plan.shares import ranges
@@ -64,7 +64,7 @@ class TrainingState:
         self.finite_watch = FiniteWatch()
         self.offers: list[Offer | None] = [None] * len(self.replicas)
         self.newest_numbers: Numbers | None = None
-        self.is_synchronized = False
+        self.is_synchronized = self._is_closed = False
 
     @property
     def epoch(self) -> int:
@@ -80,10 +80,6 @@ class TrainingState:
         return bool(self.replicas[0].schedulers)
 
     @property
-    def learning_rate(self) -> float:
-        return self.replicas[0].learning_rate
-
-    @property
     def numbers(self) -> Numbers:
         """The numbers of the last synchronized step. On a GPU, reading one may wait for the device."""
         if self.newest_numbers is None:
@@ -95,8 +91,13 @@ class TrainingState:
         """The mean over all samples of the last step, on all replicas, before its update."""
         return self.numbers.loss
 
+    def check_open(self) -> None:
+        if self._is_closed:
+            raise MisuseError("this training state is closed: call prepare_training again")
+
     def close(self) -> None:
         """End the readers and the connection to other processes. Safe to call twice."""
+        self._is_closed = True
         self._cleanup.close()
 
     def __enter__(self) -> TrainingState:
@@ -144,7 +145,8 @@ def prepare_training(
 
     model: an nn.Module, which becomes the first replica, or a function that builds one; the others are copies.
     dataset: as `data` of `Trainer.setup`.
-    devices: one replica each; a device may be repeated. None: all of this machine; in a world, the process's own.
+    devices: one replica each; a device may be repeated, and "cuda" is the next GPU in turn. None: all of this machine;
+        in a world, the process's own.
     optimizer: a function from parameters to a torch optimizer. scheduler: from that to a torch scheduler, which is
         stepped by every `update`.
     nsamples: samples per replica and step; leave it out if a DataLoader has a batch size. At an epoch's end batches may
@@ -198,7 +200,9 @@ def prepare_training(
 
         def make_replica(model: Any, communicator: Communicator) -> Replica:
             fused, train_mode = optimization.fused, optimization.train_mode
-            return Replica(model, optimizer, scheduler, communicator, seed, fused=fused, train_mode=train_mode)
+            made = Replica(model, optimizer, scheduler, communicator, seed, fused=fused, train_mode=train_mode)
+            stack.callback(made.close)
+            return made
 
         # The first replica is the user's model with rank 0's weights, the others are copies of it.
         replicas = [make_replica(model, communicator)]
@@ -237,12 +241,10 @@ def _apply_to_first(model: Any, batch: Any) -> tuple[Any, Any]:
 
 def _choose_devices(devices: Sequence[torch.device | str] | None) -> tuple[World, tuple[torch.device, ...]]:
     """This process's world, and the device of each of its replicas."""
-    world = World.from_environment()
+    world = World.from_environment("cpu")
     if devices is None:
-        devices = all_devices() if world.size == 1 else [world.device]
-    elif isinstance(devices, str | torch.device):
-        raise TypeError(f"devices={devices!r} is one device: give a list, such as [{str(devices)!r}]")
-    chosen = tuple(choose_device(world.local_rank, device) for device in devices)
+        devices = all_devices() if world.size == 1 else [choose_device(world.local_rank)]
+    chosen = choose_devices(devices, world.local_rank)
     if not chosen:
         raise ValueError("devices is empty: name at least one, or pass None for all of this machine")
     return World.from_environment(chosen[0]), chosen

@@ -9,9 +9,9 @@ from pathlib import Path
 from time import sleep
 from typing import TYPE_CHECKING
 
-from paceline.core.active_timer import ActiveTimer
 from paceline.core.errors import CommunicationError
-from paceline.core.rank_variables import FIRST_SIZE_VARIABLE, MEMBER_VARIABLE, MEMBERSHIP_VARIABLE, NUMBER_VARIABLE
+from paceline.core.processes import FIRST_SIZE_VARIABLE, MEMBER_VARIABLE, MEMBERSHIP_VARIABLE, NUMBER_VARIABLE
+from paceline.core.timing import ActiveTimer
 from paceline.run.membership.board import Board
 from paceline.run.membership.generation import Generation, Member
 
@@ -43,7 +43,7 @@ class Membership:
         self._folder = folder
         self.board = Board(folder / BOARD_FILE)
         self.row = self.board.row(member.slot)
-        # See `core.rank_variables`.
+        # See `core.processes`.
         self.number = int(os.environ.get(NUMBER_VARIABLE, member.slot))
         self.first_size = int(os.environ.get(FIRST_SIZE_VARIABLE, 1))
 

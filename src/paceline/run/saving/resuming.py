@@ -17,7 +17,7 @@ from paceline.checkpoint.run_folder import RunFolder, raising_on_all_workers
 from paceline.comm.base import Communicator
 from paceline.comm.messages import decided_by_rank_0, gather
 from paceline.core.errors import PacelineError
-from paceline.core.rank_variables import is_worker
+from paceline.core.processes import is_worker
 from paceline.plan.epoch import Position
 from paceline.run.saving.identity import differences
 from paceline.run.saving.options import OWN as OWN

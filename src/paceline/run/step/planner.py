@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.core.deferred import DeferredReader
-from paceline.core.waiting import split_sync
+from paceline.core.timing import split_sync
 from paceline.core.world import World
 from paceline.plan.balance import TURN, Balancer
 from paceline.plan.cadence import Cadence, ElChe

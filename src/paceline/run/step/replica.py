@@ -79,7 +79,6 @@ class Replica:
         self.pieces: PieceOptimizers | None = None  # where the optimizers' state is divided among the workers
         self._num_parameters = _count_parameters(self.optimizers)
         self._is_stepping = False
-        self._guards = [each.register_step_pre_hook(self._refuse_foreign_step) for each in self.optimizers]
         seen = only_or_all(self.optimizers)
         self.schedulers: list[Any] = (
             [] if scheduler is None else as_list(schedulers_of(scheduler, self.optimizers, seen))
@@ -88,6 +87,8 @@ class Replica:
         # Whether an update may draw random numbers. Torch's own optimizers draw none.
         is_torchs = [type(each).__module__.startswith("torch.optim.") for each in self.optimizers]
         self.may_draw = bool(self.schedulers) or not all(is_torchs)
+        # Last, so that an error above leaves the user's optimizers as they were.
+        self._guards = [each.register_step_pre_hook(self._refuse_foreign_step) for each in self.optimizers]
 
     @property
     def learning_rate(self) -> float:

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import torch
 
 from paceline.core.deferred import DeferredReader
-from paceline.core.timing import NOT_MEASURED, Timing
-from paceline.core.waiting import split_sync
+from paceline.core.timing import NOT_MEASURED, Timing, split_sync
 from paceline.observe.timeline.recorder import NoTimeline, Recorder
 from paceline.plan.shares import Plan
 from paceline.run.report import Report, WorkerReport, ratio
