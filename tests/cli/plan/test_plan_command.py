@@ -79,6 +79,14 @@ def test_a_measured_link_needs_no_speed(profiles: Path) -> None:
     assert answer(*arguments) != answer(*arguments, "--link", "1Mbit")  # what is given counts
 
 
+def test_the_name_of_a_profile_may_have_an_equals_sign(profiles: Path) -> None:
+    for name in "ab":
+        (profiles / f"{name}.json").rename(profiles / f"width=8,{name}.json")
+    words = ("--profile", "width=8,a.json", "--link", "1Gbit")
+    assert answer(*words, "--add", "width=8,b.json")["alternatives"][-1]["workers"] == "2xA,1xold"
+    assert plan(*words, "--add", "B=nowhere.json").code == 2
+
+
 def test_the_answer_goes_to_a_runs_folder(profiles: Path) -> None:
     files = make_run(profiles / "runs", "tiny")
     found = answer("--profile", "a.json", "--run", files.root)

@@ -47,6 +47,18 @@ BEFORE_ANYTHING_STARTS = {
         "output: cannot create the folder small.yaml, because",
     ),
     "a run in a file": (["small.yaml", "--run-folder", "small.yaml"], "cannot create the run's folder: small.yaml"),
+    "two folders": (
+        ["small.yaml", "--resume", "--run-folder", "x"],
+        "--run-folder has no effect with --resume, which continues in the run's own folder",
+    ),
+    "too few parts": (
+        ["small.yaml", "trainer.shard=optimizer", "trainer.shard_by=[2, 1]", "--workers", "3"],
+        "trainer is inconsistent: shard_by=[2.0, 1.0] names 2 workers, the world has 3",
+    ),
+    "no division": (
+        ["small.yaml", "trainer.master_weights=true"],
+        "trainer is inconsistent: master_weights=True would be ignored: give shard='optimizer' too",
+    ),
     "an unknown component": (["small.yaml", "checkpoints.leave_out=[optimiser]"], "did you mean optimizer?"),
 }
 

@@ -13,7 +13,6 @@ from paceline.cli.config.schema import ProjectSettings, settings_of
 from paceline.plan.epoch import Steps
 from paceline.run.config import RunConfig
 from paceline.run.saving.options import OWN
-from paceline.run.settings import Balancing, Batching
 
 # Components of the checkpoints of a run from a project file.
 COMPONENTS = (*OWN, "loggers", "early_stopping")
@@ -33,7 +32,7 @@ def contradictions(settings: ProjectSettings) -> Iterator[tuple[str, str]]:
         yield "optimizer", "is missing: give a factory, or trainer.learning_rate for AdamW"
     if settings.scheduler is None and (trainer.schedule_steps or trainer.max_steps):
         try:
-            trainer_setup.horizon(trainer, None)
+            trainer_setup.horizon(trainer, lambda: None)
         except ValueError as error:
             yield "trainer.warmup_steps", f"is too large: {error}"
     try:
@@ -101,8 +100,7 @@ def _run_config(settings: ProjectSettings) -> Iterator[tuple[str, str]]:
             micro_batch=trainer.micro_batch if trainer.batches_per_step is None else 1,
             exact=trainer.exact,
             strategy=strategy,
-            batching=Batching(physical_batch=trainer.physical_batch),
-            balancing=Balancing(trainer.shares, trainer.speed_hints, trainer.replan_after, trainer.replan_every),
+            **trainer_setup.groups(trainer, ema=None),  # _ruled_out checks the average
         )
         if config.global_batch is not None:
             Steps(_MANY, config.global_batch, config.micro_batch or config.global_batch)

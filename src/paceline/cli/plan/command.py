@@ -68,7 +68,7 @@ def _own_profile(options: argparse.Namespace) -> Profile:
     if options.profile is not None:
         if options.config is not None:
             raise CommandError("CONFIG is to be measured, and --profile was measured before: give only one of them", 2)
-        profile = _read_profile(str(options.profile))
+        profile = _read_profile(options.profile)
     else:
         from paceline.cli.plan.measure import measure
 
@@ -114,7 +114,7 @@ def _find(options: argparse.Namespace) -> int:
 
 
 def _situation(options: argparse.Namespace, own: Profile) -> Situation:
-    others = [_read_profile(text) for text in options.add]
+    others = [_added_profile(text) for text in options.add]
     check_combinable(own, others)
     known: dict[str, tuple[predict.Device, int]] = {}
     for profile in (own, *others):
@@ -155,18 +155,24 @@ def _link(bits_per_s: float | None, profiles: Sequence[Profile]) -> predict.Link
     return min(measured, key=lambda link: link.bytes_per_s, default=None)
 
 
-def _read_profile(text: str) -> Profile:
+def _added_profile(text: str) -> Profile:
     """The profile in `[NAME=]FILE`."""
+    if Path(text).is_file():  # whose name may have a "="
+        return _read_profile(Path(text))
     name, _, path = text.rpartition("=")
+    profile = _read_profile(Path(path))
+    return profile.renamed(name) if name else profile
+
+
+def _read_profile(path: Path) -> Profile:
     try:
-        profile = Profile.from_json(Path(path).read_text(encoding="utf-8"))
+        return Profile.from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CommandError(
             f"there is no profile {path}: make one with `paceline plan CONFIG --out {path}`", 2
         ) from None
     except ValueError as error:
         raise CommandError(f"{path}: {error}", 2) from error
-    return profile.renamed(name) if name else profile
 
 
 def _workload(own: Profile, wanted: int | None) -> predict.Workload:

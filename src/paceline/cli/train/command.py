@@ -143,6 +143,8 @@ def _path_problems(project: Project) -> Iterator[tuple[str, str]]:
 def _request(options: argparse.Namespace) -> RunRequest:
     overrides = _overrides(options)
     if options.resume is not None:
+        if options.run_folder is not None:
+            raise CommandError("--run-folder has no effect with --resume, which continues in the run's own folder")
         return _resumed(options, overrides)
     project = checked(load_project(options.config, overrides))
     project = project.resolve(_num_workers(project))
@@ -179,7 +181,8 @@ def _resumed(options: argparse.Namespace, overrides: list[str]) -> RunRequest:
         before = resume.own_project(files, (), options.config)
     num_workers = _num_workers(project)
     if given is not None:
-        given = given.resolve(num_workers, project.settings.trainer.global_batch)
+        with suppress(ConfigError):
+            given = given.resolve(num_workers, project.settings.trainer.global_batch)
     for text in resume.differences(before, project, given):
         _note(options, text)
     project = project.resolve(num_workers)
