@@ -217,7 +217,8 @@ class ElChe:
         if hint is not None and not (isinstance(hint, list) and [type(value) for value in hint] == [int, float]):
             raise ValueError(f"El Che's speed_hint={hint!r} is not null or a rank and a ratio")
         given = {name: values[name] for name in ("overhead_target", "max_anchor", "max_batch_diff")}
-        el_che = cls(values["num_workers"], values["initial_anchor"], **given, speed_hint=hint and tuple(hint))
+        given["speed_hint"] = hint and tuple(hint)
+        el_che = cls(values["num_workers"], values["initial_anchor"], **given)
         for name in ("batch_counts", "ms_per_batch"):
             if not isinstance(values[name], list) or len(values[name]) != el_che._num_workers:
                 raise ValueError(

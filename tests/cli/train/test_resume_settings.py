@@ -84,6 +84,15 @@ def test_a_config_is_compared_even_if_it_no_longer_fits_the_run(runs: Path, conf
     assert "trainer.micro_batch=3 (the run: 4)" in ended.err
 
 
+def test_settings_that_the_run_could_not_write_are_written_when_it_is_resumed(runs: Path, config: Path) -> None:
+    files = saved_run(runs, config)
+    files.config.unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.cli.train.command._launch", lambda *_: None)
+        assert invoke("train", config, "--resume").code == 0
+    assert load_project(files.config, folder=config.parent).settings == load_project(config).resolve(1).settings
+
+
 def test_a_resumed_run_has_its_own_settings_and_those_of_the_command_line(runs: Path, config: Path) -> None:
     files = saved_run(runs, config, "trainer.max_steps=12", "trainer.seed=5")
     project = own_project(files, ["trainer.epochs=3"], None)
@@ -133,7 +142,6 @@ def test_another_setting_than_the_checkpoints_names_allow(
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
             patch.setenv(name, str(value))
-        patch.setattr("paceline.cli.train.command.launch", lambda work, *_, args, **__: work(*args))
         ended = invoke("train", "--resume", "small_2026", "trainer.seed=3", "trainer.max_steps=6")
     assert ended.code == 2, ended
     assert "changed for this run: trainer.max_steps 4 -> 6, trainer.seed 0 -> 3" in ended.err

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from contextlib import redirect_stdout
+from contextlib import chdir, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -260,6 +260,24 @@ def work(config: Path, root: Path, overrides: tuple[str, ...]) -> str:
     with redirect_stdout(io.StringIO()) as output:
         train(RunRequest(load_project(config, overrides).resolve(2), RunFiles(root)))
     return output.getvalue()
+
+
+def run_command(folder: Path) -> tuple[int, str]:
+    """The command in one of torchrun's processes."""
+    with chdir(folder), redirect_stdout(io.StringIO()) as output:
+        return main(
+            ["train", "small.yaml", "trainer.micro_batches_per_worker=1", "trainer.global_batch=null"]
+        ), output.getvalue()
+
+
+def test_processes_of_torchrun_train_one_run(tmp_path: Path, pool: WorkerPool) -> None:
+    write_project(tmp_path, "torchrun_parts")
+    (code, output), quiet = pool.run(run_command, 2, tmp_path)
+    assert (code, quiet) == (0, (0, ""))
+    assert "steps          20 of 20" in output
+    (files,) = (RunFiles(path) for path in (tmp_path / "runs").iterdir())
+    assert json.loads(files.status.read_text())["num_starts"] == 1
+    assert load_project(files.config, folder=tmp_path).settings.trainer.global_batch == 8  # 2 x 4
 
 
 def test_with_averaging_no_loss_is_logged_before_the_first_average(tmp_path: Path, pool: WorkerPool) -> None:

@@ -51,6 +51,11 @@ BEFORE_ANYTHING_STARTS = {
         ["small.yaml", "--resume", "--run-folder", "x"],
         "--run-folder has no effect with --resume, which continues in the run's own folder",
     ),
+    "a limit without its condition": (["small.yaml", "stall_s=5"], "stall_s has no effect without min_workers"),
+    "too many survivors": (
+        ["small.yaml", "min_workers=3", "--workers", "2"],
+        "command line: min_workers is 3, but the run has 2 workers: choose at most that",
+    ),
     "too few parts": (
         ["small.yaml", "trainer.shard=optimizer", "trainer.shard_by=[2, 1]", "--workers", "3"],
         "trainer is inconsistent: shard_by=[2.0, 1.0] names 2 workers, the world has 3",

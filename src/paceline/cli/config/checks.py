@@ -28,6 +28,8 @@ def contradictions(settings: ProjectSettings) -> Iterator[tuple[str, str]]:
         yield "trainer.epochs", "is missing: give the length of the run, with epochs or max_steps"
     if settings.devices == ():
         yield "devices", "is []: name at least one device, or remove the setting to use all"
+    if settings.stall_s is not None and settings.min_workers is None:
+        yield "stall_s", "has no effect without min_workers"
     if settings.optimizer is None and trainer.learning_rate is None:
         yield "optimizer", "is missing: give a factory, or trainer.learning_rate for AdamW"
     if settings.scheduler is None and (trainer.schedule_steps or trainer.max_steps):

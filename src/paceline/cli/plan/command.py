@@ -78,7 +78,7 @@ def _own_profile(options: argparse.Namespace) -> Profile:
 
 def _project(options: argparse.Namespace) -> Any:
     from paceline.cli.config import ConfigError, load_project
-    from paceline.cli.train.command import checked
+    from paceline.cli.train.command import checked, num_workers_of
 
     if options.config is None:
         raise CommandError("CONFIG is missing: give a project file to measure, or --profile FILE", 2)
@@ -90,16 +90,17 @@ def _project(options: argparse.Namespace) -> Any:
                 raise
             # The micro-batch that is to be found may not fit the global batch.
             project = load_project(options.config, [*options.overrides, *_NO_MICRO_BATCH])
-        return checked(project).resolve(project.settings.workers or 1)
+        return checked(project).resolve(num_workers_of(project))
     except ValueError as error:
         raise CommandError(str(error), 2) from error
 
 
 def _find(options: argparse.Namespace) -> int:
-    from paceline.cli.plan.measure import find, num_devices
+    from paceline.cli.plan.measure import find
+    from paceline.cli.train.command import num_workers_of
 
     project = _project(options)
-    num_workers = project.settings.workers or num_devices()
+    num_workers = num_workers_of(project)
     found = find(project, num_workers)
     if options.json:
         cli.print_json({"micro_batch": found.micro_batch, "step_s": found.step_s, "sample_s": found.sample_s})

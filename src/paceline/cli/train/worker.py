@@ -135,8 +135,9 @@ def evaluated(project: Project) -> tuple[Any, int]:
     if project.settings.data.evaluation is None:
         return None, 0
     data, collate = project.data("evaluation"), project.settings.data.collate
+    collate_fn: Any = collate and collate.build()
     try:
-        return data, len(adopt_for_evaluation(data, collate and collate.build(), seed=0)[0])
+        return data, len(adopt_for_evaluation(data, collate_fn, seed=0)[0])
     except (TypeError, ValueError) as error:
         raise fail(project.origin("data.evaluation"), f"data.evaluation: {error}") from error
 
