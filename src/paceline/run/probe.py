@@ -138,7 +138,8 @@ def _described(run: Run, times: StepTimes, cores: float) -> Profile:
         config.exact,
     )
     host, rank = socket.gethostname(), run.world.rank
-    name = _name(run.world.device)
+    at = run.world.device
+    name = torch.cuda.get_device_name(at) if at.type == "cuda" else processor_name()
     device = Device(
         name, times.micro_batch_s[rank], times.rest_s[rank], times.data_s[rank], host, cores, times.spread[rank]
     )
@@ -150,7 +151,3 @@ def _described(run: Run, times: StepTimes, cores: float) -> Profile:
         num_samples=steps.num_samples if run.micro_batches_per_epoch is not None else None,
         global_batch=config.global_batch,
     )
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()

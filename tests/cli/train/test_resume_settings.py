@@ -93,6 +93,13 @@ def test_settings_that_the_run_could_not_write_are_written_when_it_is_resumed(ru
     assert load_project(files.config, folder=config.parent).settings == load_project(config).resolve(1).settings
 
 
+def test_a_run_that_does_not_save_cannot_be_resumed(runs: Path, config: Path) -> None:
+    files = saved_run(runs, config)
+    ended = invoke("train", "--resume", files.root, "checkpoints.save=false")
+    assert ended.code == 2
+    assert "command line: checkpoints.save is false: --resume needs a saved run" in ended.err
+
+
 def test_a_resumed_run_has_its_own_settings_and_those_of_the_command_line(runs: Path, config: Path) -> None:
     files = saved_run(runs, config, "trainer.max_steps=12", "trainer.seed=5")
     project = own_project(files, ["trainer.epochs=3"], None)

@@ -23,6 +23,7 @@ BEFORE_ANYTHING_STARTS = {
     "a bad batch": (["small.yaml", "trainer.micro_batch=3"], "global_batch=8 is not a multiple of micro_batch=3"),
     "no numbers of devices": (["small.yaml", "-d", "first"], "-d first: give GPU numbers, such as 0,1, or cpu"),
     "no such device": (["small.yaml", "-d", "987"], "command line: devices: this machine has 0 of the GPUs 987"),
+    "the same device twice": (["small.yaml", "-d", "0,0"], "command line: devices names a GPU twice: name it once;"),
     "nothing to resume": (["small.yaml", "--resume"], "runs has no run of small: start one without --resume"),
     "no run there": (
         ["small.yaml", "--resume", "small.yaml"],
@@ -197,3 +198,5 @@ def test_a_dry_run_says_what_is_wrong_too(
     assert "after: dry_mistaken_parts has no 'aftr': did you mean after?" in capsys.readouterr().err
     assert main(["train", str(config), "--dry-run", "data.train={factory: 'builtins:list'}"]) == 2
     assert capsys.readouterr().err == "paceline train: data is empty: give at least one sample\n"
+    assert main(["train", str(config), "--dry-run", "trainer.backend=gloo:glo"]) == 2
+    assert "torch.distributed has no backend 'glo': did you mean gloo?" in capsys.readouterr().err

@@ -28,6 +28,8 @@ def contradictions(settings: ProjectSettings) -> Iterator[tuple[str, str]]:
         yield "trainer.epochs", "is missing: give the length of the run, with epochs or max_steps"
     if settings.devices == ():
         yield "devices", "is []: name at least one device, or remove the setting to use all"
+    if isinstance(settings.devices, tuple) and len(set(settings.devices)) < len(settings.devices):
+        yield "devices", "names a GPU twice: name it once; workers share GPUs if there are more of them"
     if settings.stall_s is not None and settings.min_workers is None:
         yield "stall_s", "has no effect without min_workers"
     if settings.optimizer is None and trainer.learning_rate is None:

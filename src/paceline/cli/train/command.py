@@ -191,6 +191,8 @@ def _resumed(options: argparse.Namespace, overrides: list[str]) -> RunRequest:
     else:
         project = checked(resume.own_project(files, overrides, options.config))
         before = resume.own_project(files, (), options.config)
+    if not project.settings.checkpoints.save:
+        raise fail(project.origin("checkpoints.save"), "checkpoints.save is false: --resume needs a saved run")
     num_workers = num_workers_of(project)
     if given is not None:
         with suppress(ConfigError):

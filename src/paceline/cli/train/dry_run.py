@@ -15,7 +15,7 @@ from paceline.cli import commands as cli
 from paceline.cli.config import Project, trainer_setup
 from paceline.cli.config.schema import ProjectSettings
 from paceline.cli.train.user_errors import reporting_project_errors
-from paceline.cli.train.worker import evaluated, loss_function, make_trainer
+from paceline.cli.train.worker import check_imports, evaluated, loss_function, make_trainer
 from paceline.core.world import devices
 from paceline.observe import formats
 from paceline.plan.shares import shares
@@ -30,7 +30,7 @@ def dry_run(project: Project, num_workers: int) -> int:
     """Print a description. Starts no worker and leaves no file."""
     settings = project.settings
     with reporting_project_errors():
-        project.check_parts()
+        check_imports(project)
         _, num_evaluated = evaluated(project)
         trainer = make_trainer(settings, project.data("train"), trainer_arguments(project))
     with trainer:

@@ -68,8 +68,7 @@ def _prepare(request: RunRequest, stack: ExitStack) -> tuple[Trainer, MainMonito
     Returns the trainer, the monitor, and a function to call after the last step.
     """
     project, files, settings = request.project, request.files, request.project.settings
-    project.check_parts()
-    _check_backend(project)
+    check_imports(project)
     data = project.data("train")
     evaluation_data, _ = evaluated(project)
     timeline = files.timeline if settings.trainer.timeline else None
@@ -97,8 +96,9 @@ def make_trainer(settings: ProjectSettings, data: Any, arguments: dict[str, Any]
     return Trainer.setup(model_factory(settings), optimizer, data=data, scheduler=scheduler, **arguments)
 
 
-def _check_backend(project: Project) -> None:
-    """After the imports, because a module of the project may register a backend."""
+def check_imports(project: Project) -> None:
+    """Import what the project names, and check that it can be used. Its modules may register a backend."""
+    project.check_parts()
     backend = project.settings.trainer.backend
     known = [name for name in torch.distributed.Backend.backend_list if name != "undefined"]
     for part in backend.split(",") if backend is not None else ():
