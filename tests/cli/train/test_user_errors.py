@@ -33,6 +33,10 @@ BEFORE_ANYTHING_STARTS = {
     "too many workers": (["small.yaml", "--workers", "5000"], "workers is 5000: expected an integer >= 1 and <= 1024"),
     "too many readers": (["small.yaml", "trainer.readers=5000"], "trainer.readers is 5000: expected an integer >= 0"),
     "no checkpoint": (["small.yaml", "checkpoints.resume=a/b"], "command line: checkpoints.resume: "),
+    "an unreadable checkpoint": (
+        ["small.yaml", f"checkpoints.resume={'x' * 300}"],
+        "command line: checkpoints.resume: cannot read ",
+    ),
     "a folder without checkpoints": (
         ["small.yaml", "checkpoints.resume=."],
         "is neither a checkpoint nor a folder with checkpoints",

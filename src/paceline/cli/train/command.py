@@ -123,13 +123,16 @@ def _path_problems(project: Project) -> Iterator[tuple[str, str]]:
     starts = {}
     if saving.save and isinstance(saving.resume, str) and saving.resume != "auto":
         starts["checkpoints.resume"] = project.folder / saving.resume
-    if saving.init_from is not None and not (path := project.folder / saving.init_from).is_file():
-        starts["checkpoints.init_from"] = path
+    if saving.init_from is not None:
+        starts["checkpoints.init_from"] = project.folder / saving.init_from
     for key, path in starts.items():
         try:
-            checkpoint_at(path)
+            if key == "checkpoints.resume" or not path.is_file():
+                checkpoint_at(path)
         except CheckpointError as error:
             yield key, str(error) if path.exists() else f"nothing at {path}: check the path"
+        except OSError as error:
+            yield key, f"cannot read {error.filename}: {error.strerror}"
     folders = {"output": Path(settings.output)}
     if saving.save and saving.folder is not None:
         folders["checkpoints.folder"] = project.folder / saving.folder
