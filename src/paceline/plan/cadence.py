@@ -24,9 +24,6 @@ _LARGEST_RATIO = 4
 _LEAST_FACTOR, _LARGEST_FACTOR = 0.1, 0.8
 _JUMP = 1.5
 
-_KNOBS = ("num_workers", "initial_anchor", "overhead_target", "max_anchor", "max_batch_diff", "speed_hint")
-_STATE = ("anchor", "ceiling", "batch_counts", "ms_per_batch")
-
 
 @dataclass(frozen=True)
 class Smoothed(Estimate):
@@ -212,7 +209,7 @@ class ElChe:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ElChe:
         """What `to_dict` wrote. A missing, unknown or invalid entry is a ValueError that names it."""
-        check_entries("El Che's state", values, [*_KNOBS, *_STATE])
+        check_entries("El Che's state", values, list(cls(1).to_dict()))
         hint = values["speed_hint"]
         if hint is not None and not (isinstance(hint, list) and [type(value) for value in hint] == [int, float]):
             raise ValueError(f"El Che's speed_hint={hint!r} is not null or a rank and a ratio")

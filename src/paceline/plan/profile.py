@@ -99,6 +99,8 @@ class Profile:
     link: Link | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.host, str):
+            raise ValueError(f"host={self.host!r} is not a name")
         check_value("cores", self.cores, float, above=0)
         check_value("contention", self.contention, float, least=0)
         for name in ("num_samples", "global_batch", "epochs"):

@@ -140,6 +140,7 @@ def test_the_answer_as_a_table(profiles: Path) -> None:
         (["--failures", "1"], "--failures would be ignored without --simulate"),
         (["--simulate", "1h", "--price", "A=1/h"], "--price would be ignored with --simulate"),
         (["--simulate", "1h", "--trace", "nan.jsonl"], "nan.jsonl, line 1: ValueError('at_s=nan'); an event is"),
+        (["--simulate", "1h", "--trace", "inf.jsonl"], "inf.jsonl, line 1: OverflowError('cannot convert"),
         (["--out", "nowhere/a.json"], "--out nowhere/a.json cannot be written: choose a file in a folder that exists"),
         (["small.yaml"], "CONFIG is to be measured, and --profile was measured before: give only one of them"),
     ],
@@ -148,6 +149,7 @@ def test_one_clear_error_for_each_mistake(arguments: list[str], message: str, pr
     (profiles / "broken.json").write_text("{")
     (profiles / "trace.jsonl").write_text('{"at_s": 1}\n')
     (profiles / "nan.jsonl").write_text('{"at_s": NaN, "worker": 0, "event": "die"}\n')
+    (profiles / "inf.jsonl").write_text('{"at_s": 1, "worker": Infinity, "event": "die"}\n')
     (profiles / "numbers.json").write_text(json.dumps(json.loads(A.to_json()) | {"devices": 3}))
     other = Profile.from_json((profiles / "b.json").read_text())
     (profiles / "other.json").write_text(replace(other, subject=replace(A.subject, micro_batch=4)).to_json())
@@ -209,7 +211,7 @@ def test_a_containers_quota_is_what_its_workers_share(tmp_path: Path, monkeypatc
     assert measure.measure(project, 5).cores == 1.5
 
 
-def test_workers_are_measured_where_a_step_is_one_micro_batch(tmp_path: Path, pool: WorkerPool) -> None:
+def test_workers_are_measured_where_a_step_is_one_micro_batch_or_has_no_times(tmp_path: Path, pool: WorkerPool) -> None:
     config = write_project(tmp_path, "few_parts")
     with (tmp_path / "few_parts.py").open("a") as file:
         file.write(
@@ -219,7 +221,8 @@ def test_workers_are_measured_where_a_step_is_one_micro_batch(tmp_path: Path, po
         )
     no_sizes = ("trainer.micro_batch=null", "trainer.global_batch=null")
     whole_batches = ("data.train.factory=few_parts:batches", "trainer.batches_per_step=1", *no_sizes)
-    for overrides in (no_sizes[:1], whole_batches):
+    slow_link = ("trainer.strategy=slow link", "trainer.exact=false")
+    for overrides in (no_sizes[:1], whole_batches, slow_link):
         project = load_project(config, overrides).resolve(1)
         (_, times), _ = pool.run(measure._profile, 2, project, None, 2)
         assert min(times.micro_batch_s) > 0

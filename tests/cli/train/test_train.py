@@ -171,6 +171,7 @@ def test_a_dry_run_looks_at_the_disk_of_the_checkpoints_and_needs_one_worker(
     sharded = ["--workers", "2", "trainer.shard=optimizer", "trainer.shard_by=[2, 1]"]
     lines = described(config, capsys, "checkpoints.folder=saved", *sharded)
     assert lines["disk"].endswith(f"free in {tmp_path / 'project'}")
+    assert described(config, capsys, *sharded, "trainer.shard_by=auto", "trainer.redundancy=2")
     assert described(config, capsys)["disk"].endswith(f"free in {tmp_path}")
 
 

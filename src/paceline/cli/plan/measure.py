@@ -60,8 +60,8 @@ def _profile(project: Project, number: int | None, num_steps: int) -> tuple[Prof
         arguments = trainer_arguments(project)
         if not torch.cuda.is_available() and arguments["runtime"].threads is None:  # the same alone and together
             arguments["runtime"] = replace(arguments["runtime"], threads=1)
-        if isinstance(arguments["strategy"], Averaging):  # its workers report times only when they average
-            arguments["strategy"] = "gradients"
+        if arguments["strategy"] == "slow link" or isinstance(arguments["strategy"], Averaging):
+            arguments["strategy"] = "gradients"  # workers that average report times only when they do
         if number is not None and torch.cuda.is_available():
             arguments["device"] = f"cuda:{number}"
         data = project.data("train")
@@ -94,8 +94,8 @@ def _find(project: Project) -> FoundMicroBatch:
             loss_function(settings),
             data=project.data("train"),
             global_batch=settings.trainer.global_batch,
-            precision=arguments.get("precision", "fp32"),
-            exact=bool(arguments.get("exact")),
+            precision=settings.trainer.precision,
+            exact=settings.trainer.exact,
             collate_fn=arguments["loading"].collate_fn,
             runtime=arguments["runtime"],
         )
