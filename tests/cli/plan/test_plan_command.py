@@ -211,7 +211,15 @@ def test_a_containers_quota_is_what_its_workers_share(tmp_path: Path, monkeypatc
     assert measure.measure(project, 5).cores == 1.5
 
 
-def test_workers_are_measured_where_a_step_is_one_micro_batch_or_has_no_times(tmp_path: Path, pool: WorkerPool) -> None:
+def test_workers_that_average_are_measured_with_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "profile", lambda run, *_: run.config.strategy)
+    config = write_project(tmp_path, "averaging_parts")
+    for strategy in ("{kind: averaging}", "slow link"):
+        project = load_project(config, (f"trainer.strategy={strategy}", "trainer.exact=false")).resolve(1)
+        assert measure._profile(project, None, 2) == "gradients"
+
+
+def test_workers_are_measured_where_a_step_is_one_micro_batch(tmp_path: Path, pool: WorkerPool) -> None:
     config = write_project(tmp_path, "few_parts")
     with (tmp_path / "few_parts.py").open("a") as file:
         file.write(
@@ -221,8 +229,7 @@ def test_workers_are_measured_where_a_step_is_one_micro_batch_or_has_no_times(tm
         )
     no_sizes = ("trainer.micro_batch=null", "trainer.global_batch=null")
     whole_batches = ("data.train.factory=few_parts:batches", "trainer.batches_per_step=1", *no_sizes)
-    slow_link = ("trainer.strategy=slow link", "trainer.exact=false")
-    for overrides in (no_sizes[:1], whole_batches, slow_link):
+    for overrides in (no_sizes[:1], whole_batches):
         project = load_project(config, overrides).resolve(1)
         (_, times), _ = pool.run(measure._profile, 2, project, None, 2)
         assert min(times.micro_batch_s) > 0
