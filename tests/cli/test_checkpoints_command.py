@@ -54,6 +54,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFiles:
     return files
 
 
+@pytest.mark.usefixtures("run")
+def test_a_run_may_be_named_like_a_checkpoint() -> None:
+    files = make_run(Path("runs"), "step-decay", minutes=1)
+    newest = save_step(files.checkpoints, 4)
+    assert checkpoints("verify", "step-decay") == (0, f"intact   {newest}\n", "")
+    assert checkpoints("verify", f"runs/{files.root.name}").code == 0
+
+
 def test_list_prints_one_line_per_checkpoint(run: RunFiles) -> None:
     ended = checkpoints("list")
     assert (ended.code, ended.err) == (0, "")

@@ -45,6 +45,7 @@ def test_a_profile_is_what_its_json_says() -> None:
         ({"devices": [DEVICE | {"cores": math.nan}]}, "the profile's device: cores=nan must be"),
         ({"counts": [2, 1]}, r"counts=\[2, 1\] of 1 devices"),
         ({"counts": [0]}, "counts=0 must be >= 1"),
+        ({"host": ["here"]}, r"host=\['here'\] is not a name"),
         ({"cores": 0}, "cores=0 must be > 0"),
         ({"contention": "high"}, "contention='high' must be a number"),
         ({"global_batch": -64}, "global_batch=-64 must be >= 1"),

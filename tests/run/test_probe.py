@@ -84,6 +84,8 @@ def test_steps_must_be_measured() -> None:
         ("0::/b\n", {"b/cpu.max": "150000 100000"}, 1.5),
         ("0::/b\n", {"b/cpu.max": "max 100000"}, math.inf),
         ("0::/b\n", {}, math.inf),
+        ("0::/user.slice/b\n", {"user.slice/b/cpu.max": "max 100000", "cpu.max": "150000 100000"}, 1.5),
+        ("4:cpu:/docker/x\n", {"cpu/cpu.cfs_quota_us": "40000", "cpu/cpu.cfs_period_us": "100000"}, 0.4),
     ],
 )
 def test_the_quota_of_a_cgroup(

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.files import replacing, write_tensors
-from paceline.checkpoint.folders import complete_steps, latest, step_folder, unusable
+from paceline.checkpoint.folders import complete_steps, latest, step_folder, step_of, unusable
 from paceline.checkpoint.manifest import MANIFEST_NAME, Manifest
 from paceline.checkpoint.reader import Checkpoint, inspect, read_weights, verify
 from paceline.cli import commands as cli
@@ -89,7 +89,7 @@ def _root(named: str | None, runs: Path) -> Path:
 def _folder(options: argparse.Namespace) -> Path:
     """The folder of the chosen checkpoint, which may be damaged."""
     named = options.named
-    if named is not None and ((Path(named) / MANIFEST_NAME).exists() or Path(named).name.startswith("step-")):
+    if named is not None and ((Path(named) / MANIFEST_NAME).exists() or step_of(Path(named)) is not None):
         return Path(named)
     root = _root(named, options.runs)
     newest = latest(root)

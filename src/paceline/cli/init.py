@@ -20,8 +20,7 @@ its files say what to replace.
 
 exit codes:
   0    the files are written
-  1    the files could not be written
-  2    invalid command line, or the folder is not empty; nothing was written
+  2    invalid command line, or the folder is not empty or cannot be written
 
 example:
   paceline init spirals

@@ -37,20 +37,8 @@ node.
 # In the order of the help text. `run`, `rendezvous` and `config` are in this file, every other one in the module of its
 # name.
 _COMMANDS = (
-    "init",
-    "train",
-    "run",
-    "rendezvous",
-    "config",
-    "plan",
-    "watch",
-    "logs",
-    "doctor",
-    "timeline",
-    "runs",
-    "checkpoints",
-    "devices",
-    "completion",
+    *("init", "train", "run", "rendezvous", "config", "plan", "watch", "logs", "doctor", "timeline", "runs"),
+    *("checkpoints", "devices", "completion"),
 )
 
 

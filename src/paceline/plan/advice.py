@@ -82,18 +82,15 @@ def alternatives(workload: Workload, kinds: Sequence[Kind], hardware: Hardware) 
 
 
 def _alternative(workload: Workload, kinds: Sequence[Kind], counts: Sequence[int], hardware: Hardware) -> Alternative:
-    devices = [device for kind, count in zip(kinds, counts, strict=True) for device in kind.devices(count)]
-    prediction = predict(workload, devices, hardware)
-    used = [(kind.price_per_hour, count) for kind, count in zip(kinds, counts, strict=True) if count]
-    price = None
-    if all(each is not None for each, _ in used):
-        price = sum((each or 0.0) * count for each, count in used)
+    used = [(kind, count) for kind, count in zip(kinds, counts, strict=True) if count]
+    prediction = predict(workload, [device for kind, count in used for device in kind.devices(count)], hardware)
+    prices = [kind.price_per_hour * count for kind, count in used if kind.price_per_hour is not None]
     epoch_s = prediction.epoch_s(workload)
     return Alternative(
         {kind.device.name: count for kind, count in zip(kinds, counts, strict=True)},
         strategy_name(workload.strategy),
         prediction,
-        price,
+        sum(prices) if len(prices) == len(used) else None,
         epoch_s,
         None if epoch_s is None else epoch_s * workload.epochs,
     )

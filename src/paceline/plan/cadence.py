@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, fields
 from typing import Any
 
 from paceline.core.settings import setting
@@ -22,9 +23,6 @@ _LARGEST_RATIO = 4
 # The range of the weight of a reading, and the ratio from which a reading is off.
 _LEAST_FACTOR, _LARGEST_FACTOR = 0.1, 0.8
 _JUMP = 1.5
-
-_KNOBS = ("num_workers", "initial_anchor", "overhead_target", "max_anchor", "max_batch_diff", "speed_hint")
-_STATE = ("anchor", "ceiling", "batch_counts", "ms_per_batch")
 
 
 @dataclass(frozen=True)
@@ -65,14 +63,7 @@ class Cadence:
         self.for_workers(1 if self.speed_hint is None else self.speed_hint[0] + 1)
 
     def for_workers(self, num_workers: int) -> ElChe:
-        return ElChe(
-            num_workers,
-            self.anchor,
-            overhead_target=self.overhead_target,
-            max_anchor=self.max_anchor,
-            max_batch_diff=self.max_batch_diff,
-            speed_hint=self.speed_hint,
-        )
+        return ElChe(num_workers, **{each.name: getattr(self, each.name) for each in fields(Cadence)})
 
     def max_batches(self, num_workers: int) -> int:
         """An upper bound of the batches of all workers between two syncs."""
@@ -109,16 +100,16 @@ class ElChe:
             _check_positive("max_batch_diff", max_batch_diff)
         if not (isinstance(overhead_target, int | float) and overhead_target > 0):
             raise ValueError(f"overhead_target={overhead_target!r} is not a part of compute time: choose 0.01 to 0.5")
-        self._overhead_target = min(max(float(overhead_target), _LEAST_TARGET), _LARGEST_TARGET)
-        if self._overhead_target != overhead_target:
+        self.overhead_target = min(max(float(overhead_target), _LEAST_TARGET), _LARGEST_TARGET)
+        if self.overhead_target != overhead_target:
             warnings.warn(
-                f"overhead_target={overhead_target} is out of range and counts as {self._overhead_target}: "
+                f"overhead_target={overhead_target} is out of range and counts as {self.overhead_target}: "
                 "choose 0.01 to 0.5",
                 stacklevel=2,
             )
         self._num_workers = num_workers
-        self._max_anchor = max_anchor
-        self._max_batch_diff = max_batch_diff
+        self.max_anchor = max_anchor
+        self.max_batch_diff = max_batch_diff
         self._speed_hint = None if speed_hint is None else (speed_hint[0], max(float(speed_hint[1]), 1.0))
         self._hinted = (1.0,) * num_workers if speed_hint is None else hinted_speeds(num_workers, *speed_hint)
         self._initial_anchor = self._anchor = min(anchor, max_anchor)
@@ -129,18 +120,6 @@ class ElChe:
     @property
     def anchor(self) -> int:
         return self._anchor
-
-    @property
-    def overhead_target(self) -> float:
-        return self._overhead_target
-
-    @property
-    def max_anchor(self) -> int:
-        return self._max_anchor
-
-    @property
-    def max_batch_diff(self) -> int | None:
-        return self._max_batch_diff
 
     @property
     def batch_counts(self) -> tuple[int, ...]:
@@ -204,16 +183,10 @@ class ElChe:
 
     def regrouped(self, previous_ranks: Sequence[int | None]) -> ElChe:
         """For a changed world. previous_ranks: by new rank, None for a worker that has joined."""
-        regrouped = ElChe(
-            len(previous_ranks),
-            self._initial_anchor,
-            overhead_target=self._overhead_target,
-            max_anchor=self._max_anchor,
-            max_batch_diff=self._max_batch_diff,
-        )
+        regrouped = copy(self)
+        regrouped._num_workers, regrouped._speed_hint = len(previous_ranks), None
         usual = sum(self._hinted) / len(self._hinted)
         regrouped._hinted = tuple(usual if rank is None else self._hinted[rank] for rank in previous_ranks)
-        regrouped._anchor, regrouped._ceiling = self._anchor, self._ceiling
         regrouped._ms_per_batch = tuple(None if rank is None else self._ms_per_batch[rank] for rank in previous_ranks)
         regrouped._batch_counts = regrouped._proportional_counts()
         return regrouped
@@ -223,9 +196,9 @@ class ElChe:
         return {
             "num_workers": self._num_workers,
             "initial_anchor": self._initial_anchor,
-            "overhead_target": self._overhead_target,
-            "max_anchor": self._max_anchor,
-            "max_batch_diff": self._max_batch_diff,
+            "overhead_target": self.overhead_target,
+            "max_anchor": self.max_anchor,
+            "max_batch_diff": self.max_batch_diff,
             "speed_hint": None if self._speed_hint is None else list(self._speed_hint),
             "anchor": self._anchor,
             "ceiling": self._ceiling,
@@ -236,29 +209,24 @@ class ElChe:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ElChe:
         """What `to_dict` wrote. A missing, unknown or invalid entry is a ValueError that names it."""
-        check_entries("El Che's state", values, [*_KNOBS, *_STATE])
+        check_entries("El Che's state", values, list(cls(1).to_dict()))
         hint = values["speed_hint"]
         if hint is not None and not (isinstance(hint, list) and [type(value) for value in hint] == [int, float]):
             raise ValueError(f"El Che's speed_hint={hint!r} is not null or a rank and a ratio")
-        el_che = cls(
-            values["num_workers"],
-            values["initial_anchor"],
-            overhead_target=values["overhead_target"],
-            max_anchor=values["max_anchor"],
-            max_batch_diff=values["max_batch_diff"],
-            speed_hint=None if hint is None else (hint[0], hint[1]),
-        )
+        given = {name: values[name] for name in ("overhead_target", "max_anchor", "max_batch_diff")}
+        given["speed_hint"] = hint and tuple(hint)
+        el_che = cls(values["num_workers"], values["initial_anchor"], **given)
         for name in ("batch_counts", "ms_per_batch"):
             if not isinstance(values[name], list) or len(values[name]) != el_che._num_workers:
                 raise ValueError(
                     f"El Che's {name}={values[name]!r} is not a list of one entry "
                     f"for each of {el_che._num_workers} workers"
                 )
-        for name, value in (("anchor", values["anchor"]), ("ceiling", values["ceiling"])):
-            _check_positive(name, value)
+        for name in ("anchor", "ceiling"):
+            _check_positive(name, values[name])
         for count in values["batch_counts"]:
             _check_positive("batch count", count)
-        el_che._ceiling = min(values["ceiling"], el_che._max_anchor)
+        el_che._ceiling = min(values["ceiling"], el_che.max_anchor)
         el_che._anchor = min(values["anchor"], el_che._ceiling)
         el_che._batch_counts = tuple(values["batch_counts"])
         el_che._ms_per_batch = tuple(from_entries(Smoothed, entries) for entries in values["ms_per_batch"])
@@ -270,7 +238,7 @@ class ElChe:
     def _proportional_counts(self) -> tuple[int, ...]:
         """Counts with which all finish together, limited to a lead of `max_batch_diff`."""
         counts = self._unlimited_counts()
-        most = max(counts) if self._max_batch_diff is None else min(counts) + self._max_batch_diff
+        most = max(counts) if self.max_batch_diff is None else min(counts) + self.max_batch_diff
         return tuple(min(count, most) for count in counts)
 
     def _unlimited_counts(self) -> list[int]:
@@ -279,10 +247,10 @@ class ElChe:
         return [round(self._anchor * max(ms) / own) for own in ms]
 
     def _tune_anchor(self, overhead: float) -> None:
-        self._ceiling = min(self._ceiling + 1, self._max_anchor)
-        if overhead > self._overhead_target:
-            self._anchor = min(math.ceil(self._anchor * overhead / self._overhead_target), self._ceiling)
-        elif overhead < self._overhead_target / 2 and self._anchor > self._initial_anchor:
+        self._ceiling = min(self._ceiling + 1, self.max_anchor)
+        if overhead > self.overhead_target:
+            self._anchor = min(math.ceil(self._anchor * overhead / self.overhead_target), self._ceiling)
+        elif overhead < self.overhead_target / 2 and self._anchor > self._initial_anchor:
             self._anchor -= 1
 
     def _check_report(self, compute_ms: Sequence[float], batches: Sequence[int], sync_ms: float | None) -> None:

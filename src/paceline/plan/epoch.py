@@ -35,10 +35,6 @@ _STEP, _HALF = np.uint64(GOLDEN), np.uint64(32)
 MAX_MICRO_BATCHES = 1 << 20
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 @dataclass(frozen=True)
 class Steps:
     """How an epoch of `num_samples` is cut into steps and micro-batches.
@@ -53,11 +49,11 @@ class Steps:
     drop_last: bool = False
 
     def __post_init__(self) -> None:
-        if _is_int(self.num_samples) and self.num_samples == 0:
+        if type(self.num_samples) is int and self.num_samples == 0:
             raise ValueError("the data is empty (num_samples=0): give at least one sample")
         for name in ("num_samples", "global_batch", "micro_batch"):
             value = getattr(self, name)
-            if not _is_int(value) or value < 1:
+            if type(value) is not int or value < 1:
                 raise ValueError(f"{name}={value!r} is not a positive integer: choose {name} >= 1")
         if self.micro_batch > self.global_batch:
             raise ValueError(
@@ -158,7 +154,7 @@ class Position(NamedTuple):
         """The position that `to_dict` wrote. A missing, unknown or invalid entry is a ValueError that names it."""
         check_entries("position", values, cls._fields)
         for name, value in values.items():
-            if not _is_int(value) or value < 0:
+            if type(value) is not int or value < 0:
                 raise ValueError(f"position's {name}={value!r} is not a count: it must be an integer >= 0")
         return cls(**values)
 

@@ -75,20 +75,17 @@ def memory_of(size: StateSize) -> MemoryReport:
     is_divided = size.shard is not None and (size.num_workers > 1 or size.master_weights)
     master = 4 if size.master_weights and weight < 4 else 0
     gradient_bytes = 4 if master else weight
-    if not is_divided:
-        # fp16's loss scaling needs the sums too.
-        is_alone = size.num_workers == 1 and size.micro_batches == 1 and not (size.exact or size.fp16)
-        means = gradient_bytes if sum_bytes != gradient_bytes else 0
-        per_sum = 0 if is_alone else sum_bytes + means
-        share, exchange, local = 1.0, 0, 0
-    else:
+    per_sum = sum_bytes + (gradient_bytes if sum_bytes != gradient_bytes else 0)
+    share, exchange, local = 1.0, 0, 0
+    if is_divided:
         share = min(size.redundancy / size.num_workers, 1.0) if size.share is None else size.share
-        per_sum = sum_bytes + (gradient_bytes if sum_bytes != gradient_bytes else 0)
         chunk = chunk_numel(count, size.num_workers, size.chunk_numel)
         exchange = chunk * (NUM_SLOTS * sum_bytes + (weight if sum_bytes == 8 else 0))
         # A worker's own sums of several micro-batches, of what others own.
         others = 1.0 - share / size.redundancy
         local = round(others * count * sum_bytes) if size.shard == "optimizer" and size.micro_batches > 1 else 0
+    elif size.num_workers == 1 and size.micro_batches == 1 and not (size.exact or size.fp16):
+        per_sum = 0  # fp16's loss scaling needs the sums too
     return MemoryReport(
         weights=(count + size.frozen) * weight,
         gradients=count * weight,

@@ -81,15 +81,13 @@ class Device:
         """A device that was not measured, `factor` times as fast as this one."""
         if not 0 < factor < math.inf:
             raise ValueError(f"factor={factor} of {name}: choose how fast it is relative to {self.name}, such as 0.4")
-        return Device(
-            name,
-            (self.micro_batch_s - self.data_s) / factor + self.data_s,
-            self.rest_s / factor,
-            self.data_s,
-            self.host if host is None else host,
-            self.cores,
-            self.spread,
-            self.uncertainty + FACTOR_ERROR,
+        return replace(
+            self,
+            name=name,
+            micro_batch_s=(self.micro_batch_s - self.data_s) / factor + self.data_s,
+            rest_s=self.rest_s / factor,
+            host=self.host if host is None else host,
+            uncertainty=self.uncertainty + FACTOR_ERROR,
         )
 
 
@@ -263,7 +261,13 @@ def predict(workload: Workload, devices: Sequence[Device], hardware: Hardware | 
         raise ValueError(f"hosts {', '.join(map(repr, hosts))} need a link: give its speed, such as --link 1Gbit")
     slowed = _slowed(devices, hosts, hardware)
     costs = _costs(workload, slowed, hosts, hardware)
-    plan = _PLANS[type(workload.strategy)](workload, slowed, costs)
+    match workload.strategy:
+        case Cadence() as cadence:
+            plan = _cadence(cadence, slowed, costs)
+        case Averaging() as averaging:
+            plan = _averaging(workload, averaging, slowed, costs)
+        case _:
+            plan = _gradients(workload, slowed, costs)
     return _summary(workload, devices, slowed, plan)
 
 
@@ -320,10 +324,9 @@ def _gradients(workload: Workload, devices: Sequence[Device], costs: _Costs) -> 
     return _Plan(counts, busy_s, costs.exposed_s, workload.num_micro_batches)
 
 
-def _cadence(workload: Workload, devices: Sequence[Device], costs: _Costs) -> _Plan:
+def _cadence(cadence: Cadence, devices: Sequence[Device], costs: _Costs) -> _Plan:
     """El Che's counts once they have settled."""
-    assert isinstance(workload.strategy, Cadence)
-    el_che = workload.strategy.for_workers(len(devices))
+    el_che = cadence.for_workers(len(devices))
     for _ in range(_SETTLING_REPORTS):
         counts = el_che.batch_counts
         compute_ms = [1e3 * n * device.micro_batch_s for n, device in zip(counts, devices, strict=True)]
@@ -332,18 +335,13 @@ def _cadence(workload: Workload, devices: Sequence[Device], costs: _Costs) -> _P
     return _Plan(counts, max(_busy(counts, devices)), costs.exposed_s, sum(counts))
 
 
-def _averaging(workload: Workload, devices: Sequence[Device], costs: _Costs) -> _Plan:
+def _averaging(workload: Workload, averaging: Averaging, devices: Sequence[Device], costs: _Costs) -> _Plan:
     """A mean step of a round: workers wait for each other only when they average."""
-    assert isinstance(workload.strategy, Averaging)
-    averaging = workload.strategy
     counts = _best_shares(workload.num_micro_batches, devices)
     busy_s = max(_busy(counts, devices))
     sent_s = averaging.transfer_part * costs.exchange_s
     exposed_s = max(0.0, sent_s - averaging.every * busy_s) if averaging.overlap else sent_s
     return _Plan(counts, busy_s, exposed_s / averaging.every, workload.num_micro_batches)
-
-
-_PLANS = {str: _gradients, Cadence: _cadence, Averaging: _averaging}
 
 
 def _best_shares(num_micro_batches: int, devices: Sequence[Device]) -> tuple[int, ...]:

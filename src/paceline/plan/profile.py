@@ -99,6 +99,8 @@ class Profile:
     link: Link | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.host, str):
+            raise ValueError(f"host={self.host!r} is not a name")
         check_value("cores", self.cores, float, above=0)
         check_value("contention", self.contention, float, least=0)
         for name in ("num_samples", "global_batch", "epochs"):
@@ -119,18 +121,15 @@ class Profile:
         slowdowns = [
             seconds / device.micro_batch_s for seconds, device in zip(together.micro_batch_s, devices, strict=True)
         ]
-        alone = Host(self.cores)
-        crowded = alone.slowdowns([device.cores for device in devices])
-        contention = self.contention
-        if any(device.cores for device in devices):
-            others = _others(self.cores, devices)
-            found = [
-                (slowdown / crowd - 1) / other
-                for slowdown, crowd, other in zip(slowdowns, crowded, others, strict=True)
-                if other
-            ]
-            contention = statistics.fmean(found) if found else 0.0
-        crowding = max(1.0, sum(device.cores for device in devices) / self.cores)
+        demands = [device.cores for device in devices]
+        crowded, contended = (Host(self.cores, contention).slowdowns(demands) for contention in (0.0, 1.0))
+        found = [
+            (slowdown / none - 1) / (full / none - 1)
+            for slowdown, none, full in zip(slowdowns, crowded, contended, strict=True)
+            if full > none
+        ]
+        contention = statistics.fmean(found) if found else 0.0 if any(demands) else self.contention
+        crowding = max(1.0, sum(demands) / self.cores)
         exchange = Exchange.fitted(together.exchange_s / crowding, len(devices), self.subject.gradient_bytes)
         own = self.devices
         if contention < 0:  # others make no worker faster: the machine's speed has changed, and both readings count
@@ -195,13 +194,6 @@ def check_combinable(own: Profile, others: Sequence[Profile]) -> None:
         if other.host in names:
             raise ValueError(f"two machines are named {other.host!r}: rename one with --add NAME=FILE")
         names.append(other.host)
-
-
-def _others(cores: float, devices: Sequence[Device]) -> list[float]:
-    """For each worker: the cores that others keep busy, the unit of its contention."""
-    one_each = Host(cores, contention=1.0).slowdowns([device.cores for device in devices])
-    none = Host(cores).slowdowns([device.cores for device in devices])
-    return [with_others / without - 1 for with_others, without in zip(one_each, none, strict=True)]
 
 
 def _mean(readings: Sequence[float]) -> float:

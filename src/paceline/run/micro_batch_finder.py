@@ -121,7 +121,8 @@ class Trials:
         if self._device.type == "cuda":
             # Blocks cached for other sizes do not fit this one: near the limit, passes would wait for them to be freed.
             torch.cuda.empty_cache()
-        batch = to_device(self._read(size), self._device)
+        indices = np.arange(size, dtype=np.int64) % len(self._source)
+        batch = to_device(self._source.read(indices, 0, 0), self._device)
         self._timed(batch, 1)  # allocations, compilation
         if not self._has_state:
             self._replica.step_optimizers()
@@ -141,10 +142,6 @@ class Trials:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return (perf_counter() - start) / num_passes
-
-    def _read(self, size: int) -> Any:
-        length = len(self._source)
-        return self._source.read(np.arange(size, dtype=np.int64) % length, 0, 0)
 
     def _leaves_reserve(self) -> bool:
         if self._device.type != "cuda":

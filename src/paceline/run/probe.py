@@ -93,20 +93,28 @@ def _enough(run: Run, step: Callable[[Any], object], num_steps: int) -> int:
 
 
 def cpu_quota() -> float:
-    """The cores that the quota of its cgroup (v1 or v2) allows this process; inf without a quota."""
+    """The cores that the quotas of its cgroup (v1 or v2), and of those around it, allow this process; inf without."""
     try:
         groups = [line.split(":", 2) for line in _OWN_GROUPS.read_text().splitlines()]
-        for _, controllers, path in groups:
-            if not controllers and (limit := _CGROUPS / path.strip("/") / "cpu.max").is_file():
-                quota, period = limit.read_text().split()
-                return math.inf if quota == "max" else int(quota) / int(period)
-            if "cpu" in controllers.split(","):
-                folder = _CGROUPS / "cpu" / path.strip("/")
-                quota_us = int((folder / "cpu.cfs_quota_us").read_text())
-                return math.inf if quota_us < 0 else quota_us / int((folder / "cpu.cfs_period_us").read_text())
+    except OSError:
+        return math.inf
+    quotas = [math.inf]
+    for _, controllers, path in groups:
+        if not controllers or "cpu" in controllers.split(","):
+            group = (_CGROUPS / "cpu" if controllers else _CGROUPS) / path.strip("/")
+            quotas += map(_quota, (group, *group.parents))  # a container may not see the path's first folders
+    return min(quotas)
+
+
+def _quota(group: Path) -> float:
+    try:
+        if (limit := group / "cpu.max").is_file():
+            quota, period = limit.read_text().split()
+        else:
+            quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return math.inf if quota == "max" or int(quota) < 0 else int(quota) / int(period)
     except (OSError, ValueError):
-        pass
-    return math.inf
+        return math.inf
 
 
 def _train(run: Run, step: Callable[[Any], object], num_steps: int) -> list[Sequence[Timing]]:
@@ -138,7 +146,8 @@ def _described(run: Run, times: StepTimes, cores: float) -> Profile:
         config.exact,
     )
     host, rank = socket.gethostname(), run.world.rank
-    name = _name(run.world.device)
+    at = run.world.device
+    name = torch.cuda.get_device_name(at) if at.type == "cuda" else processor_name()
     device = Device(
         name, times.micro_batch_s[rank], times.rest_s[rank], times.data_s[rank], host, cores, times.spread[rank]
     )
@@ -150,7 +159,3 @@ def _described(run: Run, times: StepTimes, cores: float) -> Profile:
         num_samples=steps.num_samples if run.micro_batches_per_epoch is not None else None,
         global_batch=config.global_batch,
     )
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()

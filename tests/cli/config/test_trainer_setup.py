@@ -106,7 +106,7 @@ def test_a_schedule_takes_the_learning_rate_where_it_should_be(written: str, tmp
     length = "" if "max_steps" in written or "epochs" in written else ", epochs: 1"
     settings = load(tmp_path, f"{REST}trainer: {{global_batch: 8, learning_rate: 2, {written}{length}}}").settings
     optimizer = trainer_setup.optimizer(settings)([torch.zeros(1, requires_grad=True)])
-    make = trainer_setup.scheduler(settings, steps_per_epoch=2)
+    make = trainer_setup.scheduler(settings, steps_per_epoch=lambda: 2)
     if make is None:
         assert SCHEDULES[written] == [1, 1, 1]
         return
@@ -121,7 +121,7 @@ def test_a_schedule_takes_the_learning_rate_where_it_should_be(written: str, tmp
 def test_a_schedule_of_a_stream_needs_to_be_told_its_end(tmp_path: Path) -> None:
     settings = load(tmp_path, LEAST.replace("epochs: 1", "epochs: 1, schedule: linear")).settings
     with pytest.raises(ValueError, match=r"schedule=linear needs the number of steps, .*trainer\.schedule_steps"):
-        trainer_setup.scheduler(settings, steps_per_epoch=None)
+        trainer_setup.scheduler(settings, steps_per_epoch=lambda: None)
 
 
 def test_the_optimizer_of_a_learning_rate_is_adamw(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def train(project: Any, run_folder: Path) -> int:
         settings.model.as_function(),
         trainer_setup.optimizer(settings),
         data=project.data("train"),
-        scheduler=trainer_setup.scheduler(settings, None),
+        scheduler=trainer_setup.scheduler(settings, lambda: None),
         **trainer_setup.setup_arguments(settings, project.folder, run_folder),
     ) as trainer:
         loss = settings.loss.build()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -9,12 +11,13 @@ from in_process import invoke
 from made_runs import make_run
 from train_project import run_here, write_project
 
+from paceline.checkpoint.folders import MANIFEST_NAME
 from paceline.cli.commands import CommandError
 from paceline.cli.config import load_project, show
 from paceline.cli.train import NEWEST, resume
 from paceline.cli.train.resume import differences, find_run, own_project
 from paceline.cli.train.user_errors import in_command_words
-from paceline.observe.run_files import RunFiles, write_json
+from paceline.observe.run_files import RunFiles, process_started, read_json, write_json
 
 
 def saved_run(runs: Path, config: Path, *overrides: str) -> RunFiles:
@@ -43,6 +46,58 @@ def test_a_wrong_name_and_a_live_run_are_errors(runs: Path, config: Path) -> Non
         find_run("smal_2026", runs, None)
     with pytest.raises(CommandError, match=r"--resume: runs has no run of other: start one without --resume"):
         find_run(NEWEST, runs, "other")
+
+
+def test_a_checkpoint_is_resumed_in_its_run_unless_that_is_running(runs: Path) -> None:
+    files = make_run(runs, "small")
+    checkpoint = files.checkpoints / "step-00000004"
+    checkpoint.mkdir()
+    (checkpoint / MANIFEST_NAME).touch()
+    assert find_run(str(checkpoint), runs, None) == (RunFiles(files.root.absolute()), checkpoint.absolute())
+    own = {"host": socket.gethostname(), "pid": os.getpid(), "process_started": process_started(os.getpid())}
+    write_json(files.status, read_json(files.status) | own | {"state": "running"})
+    with pytest.raises(CommandError, match=r"small_2026-11-15_12-00-00 is running: wait for it, or end it with"):
+        find_run(str(checkpoint), runs, None)
+
+
+def test_a_checkpoint_outside_of_a_run_cannot_be_resumed(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "saved" / "step-00000004"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / MANIFEST_NAME).touch()
+    with pytest.raises(CommandError, match=rf"not in a run's folder: start .* with checkpoints.resume={checkpoint}$"):
+        find_run(str(checkpoint), tmp_path / "runs", None)
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+
+
+def test_a_config_is_compared_even_if_it_no_longer_fits_the_run(runs: Path, config: Path) -> None:
+    """The global batch of the run, 16, is not a multiple of the file's new micro-batch."""
+    per_worker = ["trainer.global_batch=null", "trainer.micro_batches_per_worker=2"]
+    files = make_run(runs, "small")
+    files.config.write_text(show(load_project(config, per_worker).resolve(2)))
+    config.write_text(
+        config.read_text().replace("global_batch: 8, micro_batch: 4", "micro_batch: 3, micro_batches_per_worker: 2")
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.cli.train.command.dry_run", lambda *_: 0)
+        ended = invoke("train", config, "--resume", "--dry-run", "--workers", "2")
+    assert ended.code == 0, ended
+    assert "trainer.micro_batch=3 (the run: 4)" in ended.err
+
+
+def test_settings_that_the_run_could_not_write_are_written_when_it_is_resumed(runs: Path, config: Path) -> None:
+    files = saved_run(runs, config)
+    files.config.unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.cli.train.command._launch", lambda *_: None)
+        assert invoke("train", config, "--resume").code == 0
+    assert load_project(files.config, folder=config.parent).settings == load_project(config).resolve(1).settings
+
+
+def test_a_run_that_does_not_save_cannot_be_resumed(runs: Path, config: Path) -> None:
+    files = saved_run(runs, config)
+    ended = invoke("train", "--resume", files.root, "checkpoints.save=false")
+    assert ended.code == 2
+    assert "command line: checkpoints.save is false: --resume needs a saved run" in ended.err
 
 
 def test_a_resumed_run_has_its_own_settings_and_those_of_the_command_line(runs: Path, config: Path) -> None:
@@ -94,7 +149,6 @@ def test_another_setting_than_the_checkpoints_names_allow(
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
             patch.setenv(name, str(value))
-        patch.setattr("paceline.cli.train.command.launch", lambda work, *_, args, **__: work(*args))
         ended = invoke("train", "--resume", "small_2026", "trainer.seed=3", "trainer.max_steps=6")
     assert ended.code == 2, ended
     assert "changed for this run: trainer.max_steps 4 -> 6, trainer.seed 0 -> 3" in ended.err

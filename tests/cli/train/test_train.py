@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from contextlib import redirect_stdout
+from contextlib import chdir, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from worker_pool import WorkerPool
 from paceline.checkpoint.folders import complete_steps
 from paceline.cli.config import load_project
 from paceline.cli.main import main
-from paceline.cli.train.user_errors import UserFacingError
+from paceline.cli.train.user_errors import ProjectError, UserFacingError
 from paceline.cli.train.worker import RunRequest, train
 from paceline.observe.json_lines import LineReader
 from paceline.observe.metrics import read_curves
@@ -96,6 +96,83 @@ def test_a_dry_run_tries_everything_and_leaves_nothing(
     assert lines["loss"].endswith("on the first micro-batch")
     assert "ms per micro-batch; about" in lines["time"]
     assert not list(place.iterdir())
+
+
+def described(config: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, str]:
+    assert main(["train", str(config), "--dry-run", *arguments]) == 0
+    return dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+
+
+FORMS = """
+def columns(): return dict(zip("xy", data()))
+def sampled():
+    data_set = torch.utils.data.TensorDataset(*data())
+    return torch.utils.data.DataLoader(data_set, 4, sampler=torch.utils.data.SubsetRandomSampler(range(40)))
+def batches():
+    data_set = torch.utils.data.TensorDataset(*data())
+    return torch.utils.data.DataLoader(data_set, batch_sampler=[[0, 1, 2], [3, 4], [5, 6]])
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self): return iter(())
+def column_loss(model, batch): return functional.cross_entropy(model(batch["x"]), batch["y"])
+"""
+
+
+WHOLE_BATCHES = ("trainer.batches_per_step=2", "trainer.global_batch=null", "trainer.micro_batch=null")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_samples", "num_steps"),
+    [
+        (["loss=PARTS:column_loss", "data.train.factory=PARTS:columns"], "80 samples", 10),
+        (["data.train.factory=PARTS:sampled"], "40 samples", 5),
+        (
+            ["data.train.factory=PARTS:batches", *WHOLE_BATCHES],
+            "3 batches",
+            2,
+        ),
+    ],
+)
+def test_samples_and_steps_are_counted_in_every_form_of_data(
+    overrides: list[str],
+    num_samples: str,
+    num_steps: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    parts = f"counted_parts_{num_steps}"
+    config = write_project(tmp_path, parts)
+    (tmp_path / f"{parts}.py").write_text((tmp_path / f"{parts}.py").read_text() + FORMS)
+    monkeypatch.chdir(tmp_path)
+    overrides = [each.replace("PARTS", parts) for each in overrides]
+    lines = described(config, capsys, "data.evaluation=null", *overrides)
+    assert lines["data"] == num_samples
+    unit = "2 micro-batches, each a batch of the data" if "batches" in num_samples else "8 samples in 2 micro-batches"
+    assert lines["step"].startswith(unit)
+    assert lines["step"].endswith(f"; {num_steps} steps per epoch; {2 * num_steps} steps in total")
+    # The schedule ends with the last step.
+    schedule = ["trainer.schedule=linear", "trainer.log_every=1", "data.evaluation=null"]
+    rates = [row["lr"] for row in LineReader(run_here(config, tmp_path / "run", *schedule, *overrides).metrics).read()]
+    assert rates == pytest.approx([0.01 * (1 - step / (2 * num_steps)) for step in range(1, 2 * num_steps + 1)])
+
+
+def test_data_that_cannot_be_evaluated_is_an_error_before_training(tmp_path: Path) -> None:
+    config = write_project(tmp_path, "streamed_parts")
+    (tmp_path / "streamed_parts.py").write_text((tmp_path / "streamed_parts.py").read_text() + FORMS)
+    with pytest.raises(ProjectError, match=r"command line: data.evaluation: data is a Stream, which has no"):
+        run_here(config, tmp_path / "run", "data.evaluation={factory: 'streamed_parts:Stream'}")
+
+
+def test_a_dry_run_looks_at_the_disk_of_the_checkpoints_and_needs_one_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_project(tmp_path / "project", "disk_parts")
+    monkeypatch.chdir(tmp_path)
+    sharded = ["--workers", "2", "trainer.shard=optimizer", "trainer.shard_by=[2, 1]"]
+    lines = described(config, capsys, "checkpoints.folder=saved", *sharded)
+    assert lines["disk"].endswith(f"free in {tmp_path / 'project'}")
+    assert described(config, capsys, *sharded, "trainer.shard_by=auto", "trainer.redundancy=2")
+    assert described(config, capsys)["disk"].endswith(f"free in {tmp_path}")
 
 
 def test_evaluation_stops_a_run_that_gets_no_better(tmp_path: Path) -> None:
@@ -184,6 +261,24 @@ def work(config: Path, root: Path, overrides: tuple[str, ...]) -> str:
     with redirect_stdout(io.StringIO()) as output:
         train(RunRequest(load_project(config, overrides).resolve(2), RunFiles(root)))
     return output.getvalue()
+
+
+def run_command(folder: Path) -> tuple[int, str]:
+    """The command in one of torchrun's processes."""
+    with chdir(folder), redirect_stdout(io.StringIO()) as output:
+        return main(
+            ["train", "small.yaml", "trainer.micro_batches_per_worker=1", "trainer.global_batch=null"]
+        ), output.getvalue()
+
+
+def test_processes_of_torchrun_train_one_run(tmp_path: Path, pool: WorkerPool) -> None:
+    write_project(tmp_path, "torchrun_parts")
+    (code, output), quiet = pool.run(run_command, 2, tmp_path)
+    assert (code, quiet) == (0, (0, ""))
+    assert "steps          20 of 20" in output
+    (files,) = (RunFiles(path) for path in (tmp_path / "runs").iterdir())
+    assert json.loads(files.status.read_text())["num_starts"] == 1
+    assert load_project(files.config, folder=tmp_path).settings.trainer.global_batch == 8  # 2 x 4
 
 
 def test_with_averaging_no_loss_is_logged_before_the_first_average(tmp_path: Path, pool: WorkerPool) -> None:

@@ -23,6 +23,7 @@ BEFORE_ANYTHING_STARTS = {
     "a bad batch": (["small.yaml", "trainer.micro_batch=3"], "global_batch=8 is not a multiple of micro_batch=3"),
     "no numbers of devices": (["small.yaml", "-d", "first"], "-d first: give GPU numbers, such as 0,1, or cpu"),
     "no such device": (["small.yaml", "-d", "987"], "command line: devices: this machine has 0 of the GPUs 987"),
+    "the same device twice": (["small.yaml", "-d", "0,0"], "command line: devices names a GPU twice: name it once;"),
     "nothing to resume": (["small.yaml", "--resume"], "runs has no run of small: start one without --resume"),
     "no run there": (
         ["small.yaml", "--resume", "small.yaml"],
@@ -32,6 +33,10 @@ BEFORE_ANYTHING_STARTS = {
     "too many workers": (["small.yaml", "--workers", "5000"], "workers is 5000: expected an integer >= 1 and <= 1024"),
     "too many readers": (["small.yaml", "trainer.readers=5000"], "trainer.readers is 5000: expected an integer >= 0"),
     "no checkpoint": (["small.yaml", "checkpoints.resume=a/b"], "command line: checkpoints.resume: "),
+    "an unreadable checkpoint": (
+        ["small.yaml", f"checkpoints.resume={'x' * 300}"],
+        "command line: checkpoints.resume: cannot read ",
+    ),
     "a folder without checkpoints": (
         ["small.yaml", "checkpoints.resume=."],
         "is neither a checkpoint nor a folder with checkpoints",
@@ -47,6 +52,23 @@ BEFORE_ANYTHING_STARTS = {
         "output: cannot create the folder small.yaml, because",
     ),
     "a run in a file": (["small.yaml", "--run-folder", "small.yaml"], "cannot create the run's folder: small.yaml"),
+    "two folders": (
+        ["small.yaml", "--resume", "--run-folder", "x"],
+        "--run-folder has no effect with --resume, which continues in the run's own folder",
+    ),
+    "a limit without its condition": (["small.yaml", "stall_s=5"], "stall_s has no effect without min_workers"),
+    "too many survivors": (
+        ["small.yaml", "min_workers=3", "--workers", "2"],
+        "command line: min_workers is 3, but the run has 2 workers: choose at most that",
+    ),
+    "too few parts": (
+        ["small.yaml", "trainer.shard=optimizer", "trainer.shard_by=[2, 1]", "--workers", "3"],
+        "trainer is inconsistent: shard_by=[2.0, 1.0] names 2 workers, the world has 3",
+    ),
+    "no division": (
+        ["small.yaml", "trainer.master_weights=true"],
+        "trainer is inconsistent: master_weights=True would be ignored: give shard='optimizer' too",
+    ),
     "an unknown component": (["small.yaml", "checkpoints.leave_out=[optimiser]"], "did you mean optimizer?"),
 }
 
@@ -180,3 +202,5 @@ def test_a_dry_run_says_what_is_wrong_too(
     assert "after: dry_mistaken_parts has no 'aftr': did you mean after?" in capsys.readouterr().err
     assert main(["train", str(config), "--dry-run", "data.train={factory: 'builtins:list'}"]) == 2
     assert capsys.readouterr().err == "paceline train: data is empty: give at least one sample\n"
+    assert main(["train", str(config), "--dry-run", "trainer.backend=gloo:glo"]) == 2
+    assert "torch.distributed has no backend 'glo': did you mean gloo?" in capsys.readouterr().err

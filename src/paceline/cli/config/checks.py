@@ -13,7 +13,6 @@ from paceline.cli.config.schema import ProjectSettings, settings_of
 from paceline.plan.epoch import Steps
 from paceline.run.config import RunConfig
 from paceline.run.saving.options import OWN
-from paceline.run.settings import Balancing, Batching
 
 # Components of the checkpoints of a run from a project file.
 COMPONENTS = (*OWN, "loggers", "early_stopping")
@@ -29,11 +28,15 @@ def contradictions(settings: ProjectSettings) -> Iterator[tuple[str, str]]:
         yield "trainer.epochs", "is missing: give the length of the run, with epochs or max_steps"
     if settings.devices == ():
         yield "devices", "is []: name at least one device, or remove the setting to use all"
+    if isinstance(settings.devices, tuple) and len(set(settings.devices)) < len(settings.devices):
+        yield "devices", "names a GPU twice: name it once; workers share GPUs if there are more of them"
+    if settings.stall_s is not None and settings.min_workers is None:
+        yield "stall_s", "has no effect without min_workers"
     if settings.optimizer is None and trainer.learning_rate is None:
         yield "optimizer", "is missing: give a factory, or trainer.learning_rate for AdamW"
     if settings.scheduler is None and (trainer.schedule_steps or trainer.max_steps):
         try:
-            trainer_setup.horizon(trainer, None)
+            trainer_setup.horizon(trainer, lambda: None)
         except ValueError as error:
             yield "trainer.warmup_steps", f"is too large: {error}"
     try:
@@ -101,8 +104,7 @@ def _run_config(settings: ProjectSettings) -> Iterator[tuple[str, str]]:
             micro_batch=trainer.micro_batch if trainer.batches_per_step is None else 1,
             exact=trainer.exact,
             strategy=strategy,
-            batching=Batching(physical_batch=trainer.physical_batch),
-            balancing=Balancing(trainer.shares, trainer.speed_hints, trainer.replan_after, trainer.replan_every),
+            **trainer_setup.groups(trainer, ema=None),  # _ruled_out checks the average
         )
         if config.global_batch is not None:
             Steps(_MANY, config.global_batch, config.micro_batch or config.global_batch)

@@ -44,8 +44,12 @@ def setup_arguments(
     if saving.save:
         folder = checkpoint_folder if saving.folder is None else project_folder / saving.folder
         arguments["checkpoints"] = checkpoints(saving, folder, project_folder)
-    changes = {"collate_fn": data.collate and data.collate.build(), "timeline": timeline}
-    return arguments | {name: _make(group, trainer, **changes) for name, group in GROUPS.items()}
+    return arguments | groups(trainer, collate_fn=data.collate and data.collate.build(), timeline=timeline)
+
+
+def groups(trainer: schema.Trainer, **changes: Any) -> dict[str, Any]:
+    """The groups of settings, by the name of their argument."""
+    return {name: _make(group, trainer, **changes) for name, group in GROUPS.items()}
 
 
 def _make(kind: type[T], section: Any, **changes: Any) -> T:
@@ -85,10 +89,10 @@ def optimizer(settings: ProjectSettings) -> Callable[..., Any]:
     return partial(torch.optim.AdamW, lr=trainer.learning_rate, weight_decay=trainer.weight_decay or 0.0)
 
 
-def scheduler(settings: ProjectSettings, steps_per_epoch: int | None) -> Callable[..., Any] | None:
+def scheduler(settings: ProjectSettings, steps_per_epoch: Callable[[], int | None]) -> Callable[..., Any] | None:
     """A function from an optimizer to a scheduler: the section's, or the trainer's schedule; None for a constant rate.
 
-    steps_per_epoch: None if unknown. It is only used if neither schedule_steps nor max_steps is given.
+    steps_per_epoch: returns None if unknown. It is only called if neither schedule_steps nor max_steps is given.
     """
     if settings.scheduler is not None:
         return settings.scheduler.as_function()
@@ -100,13 +104,13 @@ def scheduler(settings: ProjectSettings, steps_per_epoch: int | None) -> Callabl
     return partial(LambdaLR, lr_lambda=_rate(trainer, horizon(trainer, steps_per_epoch)))
 
 
-def horizon(trainer: schema.Trainer, steps_per_epoch: int | None) -> int | None:
+def horizon(trainer: schema.Trainer, steps_per_epoch: Callable[[], int | None]) -> int | None:
     """The step at which the schedule reaches 0; None if it never does."""
     if trainer.schedule in (None, "constant"):
         return None
     steps = trainer.schedule_steps or trainer.max_steps
-    if steps is None and steps_per_epoch is not None and trainer.epochs is not None:
-        steps = trainer.epochs * steps_per_epoch
+    if steps is None and trainer.epochs is not None and (count := steps_per_epoch()) is not None:
+        steps = trainer.epochs * count
     if steps is None:
         raise ValueError(
             f"schedule={trainer.schedule} needs the number of steps, which is unknown for this data: "

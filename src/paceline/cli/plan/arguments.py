@@ -73,7 +73,7 @@ def add_parser(commands: Any) -> None:
     add("--noise", type=rate, default=0.03, metavar="PART", help="with --simulate: noise (default: %(default)s)")
     what = "with --simulate: time until a dead worker's replacement joins (default: never)"
     add("--replace-after", type=duration, metavar="TIME", help=what)
-    what = "with --simulate: when workers leave or join, lines of {'at_s': 60, 'worker': 3, 'event': 'leave' or 'join'}"
+    what = 'with --simulate: when workers die, leave or join, lines of {"at_s": 60, "worker": 3, "event": "leave"}'
     add("--trace", type=Path, metavar="FILE", help=what)
     add("--seed", type=integer(0), default=0, metavar="N", help="with --simulate: seed of noise and deaths")
     what = "write the answer into a run's folder: `paceline watch` shows it on the run's page"

@@ -68,7 +68,7 @@ def _own_profile(options: argparse.Namespace) -> Profile:
     if options.profile is not None:
         if options.config is not None:
             raise CommandError("CONFIG is to be measured, and --profile was measured before: give only one of them", 2)
-        profile = _read_profile(str(options.profile))
+        profile = _read_profile(options.profile)
     else:
         from paceline.cli.plan.measure import measure
 
@@ -78,7 +78,7 @@ def _own_profile(options: argparse.Namespace) -> Profile:
 
 def _project(options: argparse.Namespace) -> Any:
     from paceline.cli.config import ConfigError, load_project
-    from paceline.cli.train.command import checked
+    from paceline.cli.train.command import checked, num_workers_of
 
     if options.config is None:
         raise CommandError("CONFIG is missing: give a project file to measure, or --profile FILE", 2)
@@ -90,16 +90,17 @@ def _project(options: argparse.Namespace) -> Any:
                 raise
             # The micro-batch that is to be found may not fit the global batch.
             project = load_project(options.config, [*options.overrides, *_NO_MICRO_BATCH])
-        return checked(project).resolve(project.settings.workers or 1)
+        return checked(project).resolve(num_workers_of(project))
     except ValueError as error:
         raise CommandError(str(error), 2) from error
 
 
 def _find(options: argparse.Namespace) -> int:
-    from paceline.cli.plan.measure import find, num_devices
+    from paceline.cli.plan.measure import find
+    from paceline.cli.train.command import num_workers_of
 
     project = _project(options)
-    num_workers = project.settings.workers or num_devices()
+    num_workers = num_workers_of(project)
     found = find(project, num_workers)
     if options.json:
         cli.print_json({"micro_batch": found.micro_batch, "step_s": found.step_s, "sample_s": found.sample_s})
@@ -114,7 +115,7 @@ def _find(options: argparse.Namespace) -> int:
 
 
 def _situation(options: argparse.Namespace, own: Profile) -> Situation:
-    others = [_read_profile(text) for text in options.add]
+    others = [_added_profile(text) for text in options.add]
     check_combinable(own, others)
     known: dict[str, tuple[predict.Device, int]] = {}
     for profile in (own, *others):
@@ -155,18 +156,24 @@ def _link(bits_per_s: float | None, profiles: Sequence[Profile]) -> predict.Link
     return min(measured, key=lambda link: link.bytes_per_s, default=None)
 
 
-def _read_profile(text: str) -> Profile:
+def _added_profile(text: str) -> Profile:
     """The profile in `[NAME=]FILE`."""
+    if Path(text).is_file():  # whose name may have a "="
+        return _read_profile(Path(text))
     name, _, path = text.rpartition("=")
+    profile = _read_profile(Path(path))
+    return profile.renamed(name) if name else profile
+
+
+def _read_profile(path: Path) -> Profile:
     try:
-        profile = Profile.from_json(Path(path).read_text(encoding="utf-8"))
+        return Profile.from_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CommandError(
             f"there is no profile {path}: make one with `paceline plan CONFIG --out {path}`", 2
         ) from None
     except ValueError as error:
         raise CommandError(f"{path}: {error}", 2) from error
-    return profile.renamed(name) if name else profile
 
 
 def _workload(own: Profile, wanted: int | None) -> predict.Workload:

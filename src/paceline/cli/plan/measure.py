@@ -22,7 +22,6 @@ from paceline.plan.profile import Profile, StepTimes
 from paceline.run import probe
 from paceline.run.launching.launch import Launch, launch_workers
 from paceline.run.micro_batch_finder import FoundMicroBatch
-from paceline.run.settings import Runtime
 from paceline.sync.averaging.settings import Averaging
 
 T = TypeVar("T")
@@ -53,19 +52,16 @@ def find(project: Project, num_workers: int) -> FoundMicroBatch:
     return _launch(_find, num_workers, project)
 
 
-def num_devices() -> int:
-    return sum(map(len, _kinds().values()))
-
-
 def _profile(project: Project, number: int | None, num_steps: int) -> tuple[Profile, StepTimes]:
     """Runs in a worker. number: the GPU to use; None for this worker's own."""
     settings = project.settings
     with reporting_project_errors():
         project.check_parts()
         arguments = trainer_arguments(project)
-        arguments["runtime"] = _runtime(arguments["runtime"])
-        if isinstance(arguments["strategy"], Averaging):  # its workers report times only when they average
-            arguments["strategy"] = "gradients"
+        if not torch.cuda.is_available() and arguments["runtime"].threads is None:  # the same alone and together
+            arguments["runtime"] = replace(arguments["runtime"], threads=1)
+        if arguments["strategy"] == "slow link" or isinstance(arguments["strategy"], Averaging):
+            arguments["strategy"] = "gradients"  # workers that average report times only when they do
         if number is not None and torch.cuda.is_available():
             arguments["device"] = f"cuda:{number}"
         data = project.data("train")
@@ -98,17 +94,11 @@ def _find(project: Project) -> FoundMicroBatch:
             loss_function(settings),
             data=project.data("train"),
             global_batch=settings.trainer.global_batch,
-            precision=arguments.get("precision", "fp32"),
-            exact=bool(arguments.get("exact")),
+            precision=settings.trainer.precision,
+            exact=settings.trainer.exact,
             collate_fn=arguments["loading"].collate_fn,
-            runtime=_runtime(arguments["runtime"]),
+            runtime=arguments["runtime"],
         )
-
-
-def _runtime(runtime: Runtime) -> Runtime:
-    """A CPU worker has one thread, with or without other workers, unless the project sets another number."""
-    is_cpu = not torch.cuda.is_available()
-    return replace(runtime, threads=1) if is_cpu and runtime.threads is None else runtime
 
 
 def _kinds() -> dict[str, list[int]]:

@@ -64,7 +64,7 @@ def _read_trace(path: Path) -> list[Event]:
             at_s, worker, what = float(values["at_s"]), int(values["worker"]), values["event"]
             if not 0 <= at_s < math.inf:
                 raise ValueError(f"at_s={at_s}")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise ValueError(
                 f'{path}, line {number}: {error!r}; an event is {{"at_s": 60, "worker": 3, "event": "leave"}}'
             ) from None

@@ -9,14 +9,15 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.reader import checkpoint_at
-from paceline.cli.commands import INTERRUPTED_EXIT_CODE, CommandError, print_message
+from paceline.cli.commands import INTERRUPTED_EXIT_CODE, CommandError, count, print_message
 from paceline.cli.config import ConfigError, Project, load_project, show
+from paceline.cli.config.errors import fail
 from paceline.cli.train import NEWEST, resume
 from paceline.cli.train.display import shown_progress
 from paceline.cli.train.dry_run import dry_run, nearest_existing
@@ -31,7 +32,7 @@ from paceline.observe.environment import describe_environment
 from paceline.observe.run_files import RUNS_FOLDER, RunFiles
 from paceline.observe.summary import summarize
 from paceline.observe.summary import text as text_of
-from paceline.run.launching.launch import Launch, launch, launch_workers, run_folder, workers_to_start
+from paceline.run.launching.launch import Launch, launch_workers, run_folder, workers_to_start
 from paceline.run.launching.worker import STOPPED_EXIT_CODE
 from paceline.run.saving.stopping import Stopped
 
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
         return _report(error, 2)
     except OSError as error:
         return _report(f"cannot create the run's folder: {error.filename}: {error.strerror}", 2)
-    num_workers = _num_workers(request.project)
+    num_workers = num_workers_of(request.project)
     try:
         if options.dry_run:
             return dry_run(request.project, num_workers)
@@ -107,7 +108,10 @@ def checked(project: Project) -> Project:
     return project
 
 
-def _num_workers(project: Project) -> int:
+def num_workers_of(project: Project) -> int:
+    if is_worker():
+        workers_to_start(project.settings.workers)  # must not differ from the world's size
+        return int(os.environ["WORLD_SIZE"])
     chosen = project.settings.devices
     num_devices = len(chosen) if isinstance(chosen, tuple) else 1 if chosen == "cpu" else device_count()
     return project.settings.workers or num_devices
@@ -119,13 +123,16 @@ def _path_problems(project: Project) -> Iterator[tuple[str, str]]:
     starts = {}
     if saving.save and isinstance(saving.resume, str) and saving.resume != "auto":
         starts["checkpoints.resume"] = project.folder / saving.resume
-    if saving.init_from is not None and not (path := project.folder / saving.init_from).is_file():
-        starts["checkpoints.init_from"] = path
+    if saving.init_from is not None:
+        starts["checkpoints.init_from"] = project.folder / saving.init_from
     for key, path in starts.items():
         try:
-            checkpoint_at(path)
+            if key == "checkpoints.resume" or not path.is_file():
+                checkpoint_at(path)
         except CheckpointError as error:
             yield key, str(error) if path.exists() else f"nothing at {path}: check the path"
+        except OSError as error:
+            yield key, f"cannot read {error.filename}: {error.strerror}"
     folders = {"output": Path(settings.output)}
     if saving.save and saving.folder is not None:
         folders["checkpoints.folder"] = project.folder / saving.folder
@@ -143,9 +150,11 @@ def _path_problems(project: Project) -> Iterator[tuple[str, str]]:
 def _request(options: argparse.Namespace) -> RunRequest:
     overrides = _overrides(options)
     if options.resume is not None:
+        if options.run_folder is not None:
+            raise CommandError("--run-folder has no effect with --resume, which continues in the run's own folder")
         return _resumed(options, overrides)
     project = checked(load_project(options.config, overrides))
-    project = project.resolve(_num_workers(project))
+    project = _resolved(project)
     output = Path(project.settings.output)
     if options.dry_run:
         files = RunFiles(output)
@@ -160,6 +169,14 @@ def _request(options: argparse.Namespace) -> RunRequest:
     else:
         files = run_files.create_run_folder(output, project.path.stem)
     return RunRequest(project, files, quiet=options.quiet)
+
+
+def _resolved(project: Project) -> Project:
+    num_workers, least = num_workers_of(project), project.settings.min_workers
+    if least is not None and least > num_workers and not is_worker():
+        message = f"min_workers is {least}, but the run has {count(num_workers, 'worker')}: choose at most that"
+        raise fail(project.origin("min_workers"), message)
+    return project.resolve(num_workers)
 
 
 def _resumed(options: argparse.Namespace, overrides: list[str]) -> RunRequest:
@@ -177,42 +194,52 @@ def _resumed(options: argparse.Namespace, overrides: list[str]) -> RunRequest:
     else:
         project = checked(resume.own_project(files, overrides, options.config))
         before = resume.own_project(files, (), options.config)
-    num_workers = _num_workers(project)
+    if not project.settings.checkpoints.save:
+        raise fail(project.origin("checkpoints.save"), "checkpoints.save is false: --resume needs a saved run")
+    num_workers = num_workers_of(project)
     if given is not None:
-        given = given.resolve(num_workers, project.settings.trainer.global_batch)
+        with suppress(ConfigError):
+            given = given.resolve(num_workers, project.settings.trainer.global_batch)
     for text in resume.differences(before, project, given):
         _note(options, text)
-    project = project.resolve(num_workers)
+    project = _resolved(project)
     return RunRequest(project, files, is_resumed=True, checkpoint=checkpoint, quiet=options.quiet)
 
 
+def _leads() -> bool:
+    """Whether this process writes the run's files: the command itself, or rank 0 if torchrun has started several."""
+    return os.environ.get("RANK", "0") == "0" or not is_worker()
+
+
 def _note(options: argparse.Namespace, text: str) -> None:
-    if not options.quiet:
+    if not options.quiet and _leads():
         print_message("paceline train", text)
 
 
 def _train(request: RunRequest, num_workers: int) -> int:
     files, project = request.files, request.project
-    if not is_worker():
+    is_verbose = _leads() and not request.quiet
+    if _leads():
         text = show(project)
         with attempt(files.config):
-            if not request.is_resumed or load_project(files.config, folder=project.folder).settings != project.settings:
+            is_known = request.is_resumed and files.config.is_file()
+            if not is_known or load_project(files.config, folder=project.folder).settings != project.settings:
                 files.config.write_text(text, encoding="utf-8")
         with attempt(files.environment):
             environment = {resume.PROJECT_KEY: str(project.path), **describe_environment(project.folder)}
             run_files.write_json(files.environment, environment)
-        if not request.quiet:
+        if is_verbose:
             print(f"run {formats.one_line(str(files.root))}", flush=True)
     try:
-        with run_files.running(files):
+        with run_files.running(files) if _leads() else nullcontext():
             _launch(request, num_workers)
     except Stopped:
-        if not request.quiet and not is_worker():
+        if is_verbose and not is_worker():
             named = files.root.name if files.root.parent == Path(RUNS_FOLDER) else str(files.root)
             with suppress(OSError):  # Ctrl-C has also ended `tee`, or the terminal is gone
                 print(f"resume it with: paceline train --resume {shlex.quote(named)}", flush=True)
         raise
-    if not request.quiet:
+    if is_verbose:
         with attempt("the summary"):
             print(f"\n{text_of(summarize(files))}", flush=True)
     return 0
@@ -220,14 +247,15 @@ def _train(request: RunRequest, num_workers: int) -> int:
 
 def _launch(request: RunRequest, num_workers: int) -> None:
     """Run the workers. Only this process writes to its terminal, also the workers' output."""
-    settings, logs = request.project.settings, request.files.ranks
+    settings = request.project.settings
     if is_worker():
-        launch(train, num_workers, args=(request,), max_restarts=settings.max_restarts, logs=logs)
+        Launch(1, min_workers=settings.min_workers).warn_if_fixed()
+        train(request)
         return
     options = Launch(
         workers_to_start(num_workers),
         settings.max_restarts,
-        logs,
+        request.files.ranks,
         is_command=True,
         min_workers=settings.min_workers,
         stall_s=settings.stall_s,

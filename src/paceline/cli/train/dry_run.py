@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -16,7 +15,7 @@ from paceline.cli import commands as cli
 from paceline.cli.config import Project, trainer_setup
 from paceline.cli.config.schema import ProjectSettings
 from paceline.cli.train.user_errors import reporting_project_errors
-from paceline.cli.train.worker import loss_function, make_trainer, num_samples
+from paceline.cli.train.worker import check_imports, evaluated, loss_function, make_trainer
 from paceline.core.world import devices
 from paceline.observe import formats
 from paceline.plan.shares import shares
@@ -31,12 +30,9 @@ def dry_run(project: Project, num_workers: int) -> int:
     """Print a description. Starts no worker and leaves no file."""
     settings = project.settings
     with reporting_project_errors():
-        project.check_parts()
-        data = project.data("train")
-        sizes = _size(data)
-        if settings.data.evaluation is not None:
-            sizes += f"; evaluation {_size(project.data('evaluation'))}"
-        trainer = make_trainer(settings, data, trainer_arguments(project))
+        check_imports(project)
+        _, num_evaluated = evaluated(project)
+        trainer = make_trainer(settings, project.data("train"), trainer_arguments(project))
     with trainer:
         with reporting_project_errors():
             loss, seconds = _try(trainer, settings)
@@ -45,10 +41,10 @@ def dry_run(project: Project, num_workers: int) -> int:
         fields = {
             "project": str(project.path),
             "model": f"{type(model).__name__}, {formats.rate(count)} parameters",
-            "data": sizes,
-            **dict(_step(trainer, settings, num_workers, seconds)),
+            "data": _size(trainer, settings) + (f"; evaluation {num_evaluated} samples" if num_evaluated else ""),
+            **_step(trainer, settings, num_workers, seconds),
             "memory": _memory(trainer, num_workers),
-            "disk": _disk(trainer, settings),
+            "disk": _disk(trainer, project),
             "loss": f"{loss:.4g} on the first micro-batch",
         }
     cli.print_fields(fields)
@@ -61,9 +57,11 @@ def trainer_arguments(project: Project) -> dict[str, Any]:
     arguments.pop("checkpoints", None)
     arguments["balancing"] = Balancing()
     arguments["runtime"] = replace(arguments["runtime"], quiet=True)
-    physical_batch = arguments["batching"].physical_batch
-    if isinstance(physical_batch, tuple):
-        arguments["batching"] = replace(arguments["batching"], physical_batch=physical_batch[0])
+    batching, optimization = arguments["batching"], arguments["optimization"]
+    if isinstance(batching.physical_batch, tuple):
+        arguments["batching"] = replace(batching, physical_batch=batching.physical_batch[0])
+    if isinstance(optimization.shard_by, tuple):
+        arguments["optimization"] = replace(optimization, shard_by="auto")
     return arguments
 
 
@@ -84,25 +82,31 @@ def _try(trainer: Trainer, settings: ProjectSettings) -> tuple[float, float]:
     return losses[0], min(seconds[1:])
 
 
-def _size(data: Any) -> str:
-    count = num_samples(data)
-    return "a stream" if count is None else f"{count} samples"
+def _size(trainer: Trainer, settings: ProjectSettings) -> str:
+    if trainer.run.micro_batches_per_epoch is None:
+        return "a stream"
+    return f"{trainer.run.steps.num_samples} {'batches' if _is_batched(trainer, settings) else 'samples'}"
 
 
-def _step(
-    trainer: Trainer, settings: ProjectSettings, num_workers: int, micro_batch_s: float
-) -> Iterator[tuple[str, str]]:
-    global_batch, micro_batch = settings.trainer.global_batch, settings.trainer.micro_batch
+def _is_batched(trainer: Trainer, settings: ProjectSettings) -> bool:
+    """Whether the data consists of whole batches, so that a step is a number of them."""
+    return settings.trainer.batches_per_step == trainer.run.config.global_batch is not None
+
+
+def _step(trainer: Trainer, settings: ProjectSettings, num_workers: int, micro_batch_s: float) -> dict[str, str]:
+    global_batch, steps = trainer.run.config.global_batch, trainer.run.steps
     found = devices()
     is_cuda = found[0].type == "cuda"
     workers = f"{num_workers} on {f'{len(found)} x {torch.cuda.get_device_name(found[0])}' if is_cuda else 'CPU'}"
     time = f"{1e3 * micro_batch_s:.3g} ms per micro-batch"
     if global_batch is None:
-        step = f"micro-batches of {micro_batch} samples; the strategy determines their number"
+        step = f"micro-batches of {steps.micro_batch} samples; the strategy determines their number"
     else:
-        count = global_batch // (micro_batch or global_batch)
+        count = steps.max_micro_batches
         total = trainer.run.total_steps(settings.trainer.epochs, settings.trainer.max_steps)
-        step = f"{global_batch} samples in {count} micro-batches of {micro_batch or global_batch}"
+        step = f"{global_batch} samples in {count} micro-batches of {steps.micro_batch}"
+        if _is_batched(trainer, settings):
+            step = f"{count} micro-batches, each a batch of the data"
         if trainer.steps_per_epoch is not None:
             step += f"; {trainer.steps_per_epoch} steps per epoch"
         equal, given = (1.0,) * num_workers, settings.trainer.shares
@@ -112,7 +116,7 @@ def _step(
             step += f"; {total} steps in total"
             expected = formats.duration(total * max(shares(count, equal)) * micro_batch_s)
             time += f"; about {expected} for the run, if all workers are this fast"
-    yield from (("step", step), ("workers", workers), ("time", time))
+    return {"step": step, "workers": workers, "time": time}
 
 
 def _memory(trainer: Trainer, num_workers: int) -> str:
@@ -124,12 +128,13 @@ def _memory(trainer: Trainer, num_workers: int) -> str:
     return f"{expected}; one micro-batch took {peak / 1e9:.1f} of {total / 1e9:.1f} GB, without the optimizer's state"
 
 
-def _disk(trainer: Trainer, settings: ProjectSettings) -> str:
-    saving = settings.checkpoints
+def _disk(trainer: Trainer, project: Project) -> str:
+    saving = project.settings.checkpoints
     if not saving.save:
         return "the run is not saved"
     size = 3 * sum(p.nbytes for p in trainer.model.parameters())  # Adam keeps two numbers per parameter
-    folder = nearest_existing(Path(settings.output))
+    own = Path(project.settings.output) if saving.folder is None else project.folder / saving.folder
+    folder = nearest_existing(own)
     free = shutil.disk_usage(folder).free
     kept = "all are kept" if saving.keep_last is None else f"{saving.keep_last} are kept"
     warning = "" if size * (saving.keep_last or 1) < free else "  NOT ENOUGH"

@@ -31,10 +31,14 @@ def find_run(named: str, output: Path, config_name: str | None) -> tuple[RunFile
 
     named: as `paceline logs list` prints it, a prefix, a folder, a checkpoint, or NEWEST: the newest run of the config.
     """
+    checkpoint = None
     if (Path(named) / MANIFEST_NAME).is_file():
         checkpoint = Path(named).absolute()
-        return run_files.prepare_run_folder(checkpoint.parent.parent), checkpoint
-    if named != NEWEST:
+        files = RunFiles(checkpoint.parent.parent)
+        if not files.is_run and not files.config.is_file():
+            way = f"start a run from it with checkpoints.resume={checkpoint}"
+            raise CommandError(f"--resume {named}: this checkpoint is not in a run's folder: {way}", 2)
+    elif named != NEWEST:
         if not output.is_dir() and not Path(named).is_dir():
             raise CommandError(f"--resume {named}: not a run, and not a checkpoint; see `paceline logs list`", 2)
         files = choose_run(named, output)
@@ -47,7 +51,7 @@ def find_run(named: str, output: Path, config_name: str | None) -> tuple[RunFile
         files = runs[-1]
     if run_files.state_of(files, run_files.read_status(files)) == "live":
         raise CommandError(f"--resume: {files.root} is running: wait for it, or end it with `paceline runs stop`", 2)
-    return run_files.prepare_run_folder(files.root), None
+    return run_files.prepare_run_folder(files.root), checkpoint
 
 
 def own_project(files: RunFiles, overrides: Sequence[str], given: Path | None) -> Project:

@@ -69,6 +69,5 @@ def user_facing(error: PacelineError) -> UserFacingError | None:
 def in_command_words(text: str) -> str:
     """An error with the options of the command instead of Python's arguments."""
     for pattern, words in _COMMAND_WORDS:
-        for match in reversed(list(re.finditer(pattern, text))):
-            text = text[: match.start()] + match.expand(words).replace("'", "").replace(", ", ",") + text[match.end() :]
+        text = re.sub(pattern, lambda match: match.expand(words).replace("'", "").replace(", ", ","), text)  # noqa: B023
     return text

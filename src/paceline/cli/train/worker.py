@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sized
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
-from torch.utils.data import DataLoader
 
 from paceline.api.early_stopping import EarlyStopping
 from paceline.api.trainer import Trainer
@@ -21,8 +20,12 @@ from paceline.cli.config.errors import fail, nearest
 from paceline.cli.config.schema import ProjectSettings
 from paceline.cli.train.monitoring import make_monitor
 from paceline.cli.train.user_errors import UserFacingError, reporting_project_errors
+from paceline.data.adopt import LoadingOptions, adopt, adopt_for_evaluation
+from paceline.data.sources.streams import IterableStream
 from paceline.observe.run_files import RunFiles
 from paceline.observe.worker_status import WorkerStatus
+from paceline.plan.cadence import Cadence
+from paceline.plan.epoch import Steps
 from paceline.run.evaluation.evaluate import preserved_modes
 from paceline.run.monitor import MainMonitor
 from paceline.run.step.record import StepRecord
@@ -65,10 +68,9 @@ def _prepare(request: RunRequest, stack: ExitStack) -> tuple[Trainer, MainMonito
     Returns the trainer, the monitor, and a function to call after the last step.
     """
     project, files, settings = request.project, request.files, request.project.settings
-    project.check_parts()
-    _check_backend(project)
+    check_imports(project)
     data = project.data("train")
-    evaluation_data = None if settings.data.evaluation is None else project.data("evaluation")
+    evaluation_data, _ = evaluated(project)
     timeline = files.timeline if settings.trainer.timeline else None
     arguments = trainer_setup.setup_arguments(settings, project.folder, files.checkpoints, timeline)
     saving = arguments.get("checkpoints")
@@ -89,13 +91,14 @@ def _prepare(request: RunRequest, stack: ExitStack) -> tuple[Trainer, MainMonito
 
 
 def make_trainer(settings: ProjectSettings, data: Any, arguments: dict[str, Any]) -> Trainer:
-    scheduler = trainer_setup.scheduler(settings, _steps_per_epoch(data, settings))
+    scheduler = trainer_setup.scheduler(settings, lambda: _steps_per_epoch(data, arguments))
     optimizer = trainer_setup.optimizer(settings)
     return Trainer.setup(model_factory(settings), optimizer, data=data, scheduler=scheduler, **arguments)
 
 
-def _check_backend(project: Project) -> None:
-    """After the imports, because a module of the project may register a backend."""
+def check_imports(project: Project) -> None:
+    """Import what the project names, and check that it can be used. Its modules may register a backend."""
+    project.check_parts()
     backend = project.settings.trainer.backend
     known = [name for name in torch.distributed.Backend.backend_list if name != "undefined"]
     for part in backend.split(",") if backend is not None else ():
@@ -127,19 +130,28 @@ def loss_function(settings: ProjectSettings) -> Callable[[Any, Any], torch.Tenso
     return (lambda model, batch: model(batch)) if settings.loss is None else settings.loss.as_function()
 
 
-def num_samples(data: Any) -> int | None:
-    """None for a stream."""
-    samples = data.dataset if isinstance(data, DataLoader) else data
-    samples = samples[0] if isinstance(samples, tuple) else samples  # a tuple holds columns
-    return len(samples) if isinstance(samples, Sized) else None
+def evaluated(project: Project) -> tuple[Any, int]:
+    """The opened evaluation data and its number of samples. Data that cannot be evaluated, as a stream, is an error."""
+    if project.settings.data.evaluation is None:
+        return None, 0
+    data, collate = project.data("evaluation"), project.settings.data.collate
+    collate_fn: Any = collate and collate.build()
+    try:
+        return data, len(adopt_for_evaluation(data, collate_fn, seed=0)[0])
+    except (TypeError, ValueError) as error:
+        raise fail(project.origin("data.evaluation"), f"data.evaluation: {error}") from error
 
 
-def _steps_per_epoch(data: Any, settings: ProjectSettings) -> int | None:
-    """For schedules that end with the last epoch; None if unknown."""
-    count, global_batch = num_samples(data), settings.trainer.global_batch
-    if global_batch is None or count is None:
+def _steps_per_epoch(data: Any, arguments: dict[str, Any]) -> int | None:
+    """As `Trainer.setup` will count them, for schedules that end with the last epoch; None if unknown."""
+    given = arguments | vars(arguments["batching"]) | vars(arguments["loading"])
+    known = {each.name: given[each.name] for each in fields(LoadingOptions) if each.name in given}
+    has_cadence = isinstance(arguments["strategy"], Cadence)
+    adopted = adopt(data, LoadingOptions(**known, strategy_sets_step=has_cadence), arguments["seed"])
+    if adopted.global_batch is None or isinstance(adopted.data, IterableStream):
         return None
-    return count // global_batch if settings.trainer.drop_last else -(-count // global_batch)
+    sizes = adopted.global_batch, adopted.micro_batch or adopted.global_batch
+    return Steps(len(adopted.data), *sizes, given["drop_last"]).num_steps
 
 
 def _stop_on_divergence(trainer: Trainer, settings: ProjectSettings) -> None:
