@@ -240,6 +240,15 @@ def test_verify_tells_everything_at_once(tmp_path: Path) -> None:
     ]
 
 
+def test_a_checkpoint_that_is_deleted_meanwhile_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder,) = save_steps(tmp_path, 1)
+    monkeypatch.setattr(Path, "iterdir", lambda path: iter([path / "gone.json"]))
+    problem = f"{folder} cannot be read: No such file or directory"
+    assert verify(folder) == [problem]
+    with pytest.raises(CheckpointError, match=problem):
+        inspect(folder)
+
+
 def test_a_component_can_be_loaded_while_another_is_damaged(tmp_path: Path) -> None:
     (folder,) = save_steps(tmp_path, 1)
     flip_last_byte(folder / "optimizer.safetensors")

@@ -67,6 +67,40 @@ def test_snapshots_are_found_beside_checkpoints_and_those_of_an_earlier_run_are_
         folder.remove_memory()
 
 
+def test_a_snapshot_is_hidden_before_it_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = opened(tmp_path, with_memory=True)
+    folder.make_memory()
+    try:
+        (snapshot,) = save_steps(folder.memory, 5)
+        with monkeypatch.context() as patch:  # killed while it deletes
+            patch.setattr("shutil.rmtree", lambda path, **_: (path / "model.json").unlink())
+            folder.discard([snapshot])
+        assert folder.found() == []
+        folder.close()
+    finally:
+        folder.remove_memory()
+
+
+def test_a_folder_that_another_run_has_locked_is_not_cleaned_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for timeout in ("LOCK_TIMEOUT_S", "ABANDONED_LOCK_TIMEOUT_S"):
+        monkeypatch.setattr(f"paceline.checkpoint.run_folder.{timeout}", 0.0)
+    communicator = SingleCommunicator(World(is_joining=True))
+    folder = RunFolder(tmp_path, communicator)
+    communicator.world = World()
+    with run_lock(tmp_path):
+        in_progress = partial_folder(tmp_path, 3, "12ab")
+        in_progress.mkdir()
+        with pytest.raises(LockedError):
+            folder.reconnect()
+        folder.close(is_abandoned=True)
+        assert in_progress.exists()
+    folder.reconnect()
+    assert not in_progress.exists()
+    folder.close()
+
+
 def test_folders_in_memory_are_named_by_place_and_run(tmp_path: Path) -> None:
     names = {memory_folder(root, run).name for root in (tmp_path / "a", tmp_path / "b") for run in ("1", "2")}
     assert len(names) == 4

@@ -177,7 +177,10 @@ def _examine(folder: Path) -> tuple[Manifest, dict[str, str]]:
             f"{step_folder(folder.parent, manifest.step).name}"
         )
     files = manifest.contents.files
-    found = {path.name: path.lstat() for path in folder.iterdir() if path.name != MANIFEST_NAME}
+    try:
+        found = {path.name: path.lstat() for path in folder.iterdir() if path.name != MANIFEST_NAME}
+    except OSError as error:  # the checkpoint is being deleted, for example
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from error
     problems = {
         name: f"{folder / name} is missing, the manifest lists it with {files[name].size} bytes"
         for name in sorted(files.keys() - found.keys())

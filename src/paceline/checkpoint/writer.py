@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline.checkpoint.errors import CheckpointError
+from paceline.checkpoint.errors import CheckpointError, cause_of
 from paceline.checkpoint.files import flush_folder, replacing, write_file, write_tensors
 from paceline.checkpoint.folders import complete_steps, delete, make_visible, move_aside, partial_folder, step_folder
 from paceline.checkpoint.manifest import (
@@ -211,7 +211,11 @@ class AsyncWriter:
         component, part, content = file
         if path.name.endswith(_TENSORS):
             for name, tensor in content.items() if component.must_be_finite else ():
-                if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                # float8 has no isfinite.
+                if (
+                    tensor.is_floating_point()
+                    and not (tensor.float() if tensor.itemsize == 1 else tensor).isfinite().all()
+                ):
                     raise CheckpointError(f"tensor {name!r} of component {component.name!r} contains inf or NaN")
             record = write_tensors(path, content, flush=self.flush)
         else:
@@ -351,7 +355,7 @@ def _leave_error(partial: Path, rank: int, files: Iterable[str], error: BaseExce
         with suppress(OSError):
             (partial / name).unlink()
     try:
-        _leave_record(partial, rank, {"error": _cause(error)})
+        _leave_record(partial, rank, {"error": cause_of(error)})
     except OSError:
         with suppress(OSError):
             _record_path(partial, rank).touch()  # an empty file may still fit
@@ -370,18 +374,18 @@ def _delete_unneeded(root: Path, just_written: int, retention: Retention) -> Non
     """Delete the checkpoints that `retention` does not keep."""
     if retention == Retention():
         return
-    saved = {}
-    for step in complete_steps(root):
-        with suppress(CheckpointError):
-            saved[step] = inspect(step_folder(root, step)).metrics
-    for step in steps_to_delete(saved, just_written, retention):
-        try:
-            delete(root, step)
-        except OSError as error:
-            raise CheckpointError(
-                f"the checkpoint of step {just_written} was saved, but the outdated {step_folder(root, step)} "
-                f"could not be deleted: {_cause(error)}"
-            ) from error
+    saved, what = {}, "outdated ones"
+    try:
+        for step in complete_steps(root):
+            with suppress(CheckpointError):
+                saved[step] = inspect(step_folder(root, step)).metrics
+        for step in steps_to_delete(saved, just_written, retention):
+            what = f"the outdated {step_folder(root, step)}"
+            delete(step_folder(root, step))
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint of step {just_written} was saved, but {what} could not be deleted: {cause_of(error)}"
+        ) from error
 
 
 def _not_saved(root: Path, step: int, error: OSError | CheckpointError) -> str:
@@ -389,11 +393,7 @@ def _not_saved(root: Path, step: int, error: OSError | CheckpointError) -> str:
     with suppress(OSError):
         if intact := newest_intact(root):
             older = f"The newest intact checkpoint is {intact}"
-    return f"the checkpoint of step {step} was not saved in {root}: {_cause(error)}. {older}"
-
-
-def _cause(error: BaseException) -> str:
-    return f"{error.strerror} ({error.filename})" if isinstance(error, OSError) else str(error)
+    return f"the checkpoint of step {step} was not saved in {root}: {cause_of(error)}. {older}"
 
 
 def _dump(value: Any) -> bytes:
