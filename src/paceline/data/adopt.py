@@ -110,6 +110,8 @@ def _adopted(data: NumberedData | IterableStream, options: LoadingOptions) -> Ad
     if isinstance(data, IterableStream):
         if options.shuffle and not options.shuffle_buffer:
             raise ValueError("shuffle=True: streams cannot be shuffled by index; set shuffle_buffer")
+        if options.shuffle is False and options.shuffle_buffer:
+            raise ValueError(f"shuffle=False contradicts shuffle_buffer={options.shuffle_buffer}: leave one of them out")
         if options.feed is None and not _is_divided(data, options):
             feed = "dispatched"  # otherwise every worker would read all of it
     elif options.shuffle_buffer or options.num_shards is not None:
@@ -194,7 +196,8 @@ def _agreed(name: str, given: Any, loader_name: str, implied: Any, loader: str =
 def _adopt_array_loader(loader: ArrayLoader, options: LoadingOptions) -> Adopted:
     micro_batch = _agreed("micro_batch", options.micro_batch, "batch_size", loader.batch_size, "ArrayLoader")
     shuffle = _agreed("shuffle", options.shuffle, "shuffle", loader.shuffle, "ArrayLoader")
-    data = Ordered(loader.columns, multiple_of=micro_batch if loader.drop_last else 1)
+    source = as_source(loader.columns, collate_fn=options.collate_fn)
+    data = Ordered(source, multiple_of=micro_batch if loader.drop_last else 1)
     return _adopted(data, replace(options, micro_batch=micro_batch, shuffle=shuffle))
 
 

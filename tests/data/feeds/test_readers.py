@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import textwrap
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,20 @@ def test_a_thread_reads_ahead_only_where_no_code_of_the_users_runs() -> None:
         train(prefetch=3)
     thread = ReaderThread(lambda request: request + 1)
     assert [answer() for answer in [thread.submit(n) for n in range(4)]] == [1, 2, 3, 4]
+    thread.close()
+
+
+def test_an_answer_that_comes_just_after_the_timeout_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late(Future):
+        def result(self, timeout: float | None = None) -> Any:
+            found = super().result()
+            if timeout is not None:
+                raise TimeoutError
+            return found
+
+    monkeypatch.setattr("paceline.data.feeds.readers.Future", Late)
+    thread = ReaderThread(lambda request: request + 1, 60.0)
+    assert thread.submit(1)() == 2
     thread.close()
 
 

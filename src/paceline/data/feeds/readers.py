@@ -107,8 +107,8 @@ class ReaderThread:
         try:
             return future.result(self.timeout_s)
         except TimeoutError:
-            if future.done():  # raised by `read`
-                raise
+            if future.done():  # just now, or `read` has raised this
+                return future.result()
         self._is_stuck = True
         frame = sys._current_frames().get(self._thread.ident or 0)
         raise self.explain() or ReaderTimeout(

@@ -172,7 +172,8 @@ class StreamReader:
     def _samples(self, epoch: int, shard: int, ordinal: int) -> list[Any]:
         if epoch != self._epoch:
             self._epoch, self._open_shards = epoch, {}
-        samples, upcoming = self._open_shards.get(shard, (iter(()), ordinal + 1))
+        # Removed while it is read: after an error the shard is read again from its start.
+        samples, upcoming = self._open_shards.pop(shard, (iter(()), ordinal + 1))
         if upcoming > ordinal:
             samples, upcoming = self._stream.open(shard, self._num_shards, epoch), 0
             if self._settings.shuffle_buffer:
@@ -180,8 +181,9 @@ class StreamReader:
                 samples = shuffled(samples, self._settings.shuffle_buffer, seed)
         for _ in islice(samples, (ordinal - upcoming) * self._micro_batch):
             pass  # micro-batches that other workers took, or that were trained before a resume
+        micro_batch = list(islice(samples, self._micro_batch))
         self._open_shards[shard] = samples, ordinal + 1
-        return list(islice(samples, self._micro_batch))
+        return micro_batch
 
 
 def _seeded(samples: Iterable[Any], seed: int, epoch: int, what: str = "sample") -> Iterator[Any]:
