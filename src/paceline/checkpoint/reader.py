@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.files import check_file, open_regular, read_file, read_tensors
 from paceline.checkpoint.folders import complete_steps, latest, step_folder, step_of, unusable
-from paceline.checkpoint.manifest import MANIFEST_NAME, WHOLE, Manifest
+from paceline.checkpoint.manifest import MANIFEST_NAME, WHOLE, Manifest, stem_of
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,7 @@ class Checkpoint:
                 f"component {name!r} of {self.folder} has no part {part!r}: it has {', '.join(self.parts(name))}"
             )
         contents = self.manifest.contents
-        stem = name if part == WHOLE else f"{name}.{part}"
+        stem = stem_of(name, part)
         tensors: dict[str, torch.Tensor] = {}
         texts: dict[str, bytes] = {}
         with _naming_older_checkpoint(self.folder):

@@ -169,18 +169,18 @@ class RunFolder:
         """Remove stale snapshots, and check the folder of the others. Folders of other users are not touched."""
         prefix = self.memory.name.rpartition("-")[0]
         for folder in MEMORY.glob(f"{prefix}-*"):
-            is_current = folder == self.memory
+            is_used = folder == self.memory and self._has_memory
             if reason := why_not_private(folder):
-                if is_current and self._has_memory:
+                if is_used:
                     raise CheckpointError(
                         f"{folder} is not a private folder of this user: {reason}; remove it, or keep no snapshots in "
                         "memory (snapshot_every=None)"
                     )
                 logger.warning("%s is not used: %s", folder, reason)
-            elif is_current and self._has_memory:
+            elif is_used:
                 clean_up(folder)
             else:
-                if is_current and complete_steps(folder):
+                if folder == self.memory and complete_steps(folder):
                     logger.warning("the snapshots in %s are removed: snapshot_every=None", folder)
                 shutil.rmtree(folder, ignore_errors=True)
 

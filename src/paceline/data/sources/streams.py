@@ -22,7 +22,7 @@ from paceline.data.fingerprint import Facts, facts_of_several
 from paceline.data.sources.base import Read
 from paceline.data.sources.batches import num_samples_of
 from paceline.data.sources.collate import as_pair, collate, counted, join
-from paceline.plan.epoch import Position, Steps
+from paceline.plan.epoch import Position, Steps, divisors
 
 
 @runtime_checkable
@@ -229,8 +229,8 @@ def _num_shards(stream: IterableStream, num_shards: int | None, steps: Steps) ->
     if num_shards is None:
         return math.gcd(per_step, stream.num_own_shards)
     if per_step % num_shards:
-        divisors = ", ".join(str(d) for d in range(1, per_step + 1) if per_step % d == 0)
         raise ValueError(
-            f"num_shards={num_shards} does not divide the {per_step} micro-batches of a step: choose one of {divisors}"
+            f"num_shards={num_shards} does not divide the {per_step} micro-batches of a step: choose one of "
+            f"{', '.join(map(str, divisors(per_step)))}"
         )
     return num_shards

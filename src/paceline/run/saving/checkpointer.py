@@ -214,7 +214,7 @@ class Checkpointer:
             raise TypeError(f"{name!r} is a {type(thing).__name__}: it needs state_dict and load_state_dict")
         Component(name, None)  # validates the name
         if self._resumption is not None:
-            self._resumption.load(name, thing)
+            self._resumption.load(name, thing, pattern)
         self._registered[name] = (thing, pattern)
 
     def _states(self, loop: Loop, writer: AsyncWriter) -> list[Component]:
