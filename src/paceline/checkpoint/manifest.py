@@ -146,7 +146,11 @@ class Manifest:
             found = json.loads(content)
             _check_version(found)
             _check_digest(found, content)
-            values = _decoded({name: found[name] for name in _FIELDS}, content)
+            values = {name: found[name] for name in _FIELDS}
+            if b'"$"' in content:  # most manifests have only what JSON has, and need no torch
+                from paceline.core.tree import unflatten
+
+                values = unflatten(values, {})
             for name, kind in _FIELDS.items():
                 if type(values[name]) is not kind or (kind is int and values[name] < 0):
                     raise ValueError(f"{name} is {values[name]!r}, not {_KIND_NAMES[kind]}")
@@ -167,15 +171,6 @@ def library_versions() -> dict[str, str]:
         own = "unknown"
     torch_version, python = str(torch.__version__), platform.python_version()
     return {"paceline": own, "torch": torch_version, "python": python, "numpy": np.__version__}
-
-
-def _decoded(values: dict[str, Any], content: bytes) -> dict[str, Any]:
-    """The values that `flatten` encoded. Most manifests have only what JSON has, and need no torch."""
-    if b'"$"' not in content:
-        return values
-    from paceline.core.tree import unflatten
-
-    return dict(unflatten(values, {}))
 
 
 def _render(content: Mapping[str, Any]) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.errors import SampleError
+from paceline.data.errors import SampleError, picklable
 from paceline.data.feeds.sharded import Request, reader_of
 from paceline.data.sources.base import Indices, Read, SeededSource, Source, WrappedData
 
@@ -21,6 +21,10 @@ class Skipped:
     index: int
     file: str | None
     error: Exception
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        text = f"{type(self.error).__name__}: {self.error}"
+        return Skipped, (self.index, self.file, picklable(self.error, text))
 
 
 class SkipBad(WrappedData):
