@@ -49,8 +49,8 @@ def complete_steps(root: Path) -> list[int]:
 
 def unusable(root: Path) -> dict[Path, str]:
     """Entries of `root` that are named like a checkpoint and are not one, with reason and remedy; by step."""
-    flaws = {path: _flaw(path, step) for path, step in sorted(_named(root), key=lambda found: found[1])}
-    return {path: flaw for path, flaw in flaws.items() if flaw is not None}
+    entries = sorted(_named(root), key=lambda found: found[1])
+    return {path: flaw for path, step in entries if (flaw := _flaw(path, step))}
 
 
 def _named(root: Path) -> list[tuple[Path, int]]:

@@ -20,7 +20,7 @@ from paceline.data.feeds.base import DataSettings
 from paceline.data.feeds.sharded import Epoch
 from paceline.data.fingerprint import Facts, facts_of_several
 from paceline.data.sources.base import Read
-from paceline.data.sources.batches import num_samples_of
+from paceline.data.sources.batches import is_function, num_samples_of
 from paceline.data.sources.collate import as_pair, collate, counted, join
 from paceline.plan.epoch import Position, Steps, divisors
 
@@ -50,7 +50,7 @@ class IterableStream:
                 f"data is a {type(samples).__name__}, which can be read only once: pass an object that restarts when "
                 "it is iterated over, such as a torch IterableDataset or a list"
             )
-        self._iterables: Sequence[Iterable[Any]] = [samples]
+        self._iterables: Sequence[Any] = [samples]
         self._seed = seed
 
     def fingerprint(self) -> Facts:
@@ -79,7 +79,7 @@ class IterableStream:
 class BatchStream(IterableStream):
     """Iterables of batches as the shards of one stream."""
 
-    def __init__(self, iterables: Sequence[Iterable[Any]], seed: int, convert: Callable[[Any], Any] | None = None):
+    def __init__(self, iterables: Sequence[Any], seed: int, convert: Callable[[Any], Any] | None = None):
         self._iterables = iterables
         self._seed = seed
         self._convert = convert
@@ -186,12 +186,12 @@ class StreamReader:
         return micro_batch
 
 
-def _seeded(samples: Iterable[Any], seed: int, epoch: int, what: str = "sample") -> Iterator[Any]:
+def _seeded(samples: Any, seed: int, epoch: int, what: str = "sample") -> Iterator[Any]:
     """The samples, each produced with the random generators seeded for it. Use inside `host_randomness`."""
     randomness, end = HostRandomness(), object()
     randomness.seed(derive_seed(seed, Purpose.SAMPLE, epoch, -1))
     with UserCode("starting the stream in epoch {}", epoch):
-        iterator = iter(samples)
+        iterator = iter(samples() if is_function(samples) else samples)
     for position in count():
         randomness.seed(derive_seed(seed, Purpose.SAMPLE, epoch, position))
         with UserCode("reading {} {} of the stream in epoch {}", what, position, epoch):
