@@ -356,7 +356,6 @@ def _flaw(final: Path) -> str:
 
 
 def _delete_unneeded(root: Path, just_written: int, retention: Retention) -> None:
-    """Delete the checkpoints that `retention` does not keep."""
     if retention == Retention():
         return
     saved, what = {}, "outdated ones"

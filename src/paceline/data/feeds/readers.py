@@ -200,7 +200,6 @@ class _ReaderProcess:
         return future.result()
 
     def _receive(self) -> None:
-        """Wait for the next answer."""
         try:
             if not self._connection.poll(self._timeout_s):
                 raise ReaderTimeout.in_processes(self._timeout_s, self.stack())
