@@ -114,11 +114,6 @@ class AsyncWriter:
         self._failed: list[Path] = []
         self.root.mkdir(parents=True, exist_ok=True)
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a save is being written."""
-        return self.pending is not None and not self.pending.done()
-
     def reserve(self, components: Sequence[Component]) -> None:
         """Allocate host memory for these components in the background. Without it, the first save takes longer."""
         self.wait()
@@ -149,7 +144,7 @@ class AsyncWriter:
         """The error of the last save, once; None if it succeeded or, without `wait`, is being written."""
         if wait and self.pending is not None:
             futures.wait([self.pending])
-        if self.is_busy:
+        if self.pending is not None and not self.pending.done():
             return None
         self._remove_failed()
         done, self.pending = self.pending, None

@@ -251,10 +251,10 @@ class Cycle(WrappedData):
 
 def as_source(data: Any, *, collate_fn: Collate | None = None, seed: int = 0) -> Source:
     """The source for `data` with numbered samples, in any of the forms that `Trainer.setup` takes."""
-    if is_hf_dataset(data):
-        from paceline.data.sources.arrow import hf_source  # not at the top: it builds on this module
+    if is_hf_dataset(data) and collate_fn is None:
+        from paceline.data.sources.arrow import HfTable, is_plain_table  # not at the top: it builds on this module
 
-        return hf_source(data, collate_fn, seed)
+        data = HfTable(data) if is_plain_table(data) else data
     if type(data) is TensorDataset and collate_fn is None:  # a subclass may do more than index
         data = tuple(data.tensors)
     source: Source
