@@ -43,7 +43,7 @@ def test_state_of_rank_0_is_resumed_where_each_node_has_its_own_disk(tmp_path: P
     def train(folder: Path) -> tuple[int, float]:
         rank = os.environ["RANK"]
         os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = "0", "1"  # two nodes
-        with setup(folder / rank, disk="per node") as trainer:
+        with setup(folder / rank, disk="per node", every_steps=4, keep_last=1) as trainer:
             best, begin = Best(), trainer.position.step
             trainer.register("best", best, "global")
             found, best.loss = best.loss, 3.0
@@ -53,6 +53,8 @@ def test_state_of_rank_0_is_resumed_where_each_node_has_its_own_disk(tmp_path: P
             return begin, found
 
     assert pool.run(train, 2, tmp_path) == [(0, 9.0), (0, 9.0)]
+    # One node may have the last step, and the other one the step before.
+    assert [complete_steps(tmp_path / str(rank)) for rank in range(2)] == [[8, 11]] * 2
     assert pool.run(train, 2, tmp_path) == [(11, 3.0), (11, 9.0)]
 
 

@@ -125,6 +125,9 @@ class Checkpointer:
             AsyncWriter, world=self._world, token=token, record=partial(run.timeline.during, "writing")
         )
         keep, num_shards = settings.retention, settings.num_writers
+        if keep != Retention() and not shared_disk and self._world.local_size < self._world.size:
+            # Not all nodes finish a checkpoint at once: the newest that all of them have may be the one before.
+            keep = keep._replace(last=max(2, keep.last or 0))
         self._writers.append(
             make_writer(self._folder.root, shared_disk=shared_disk, num_shards=num_shards, retention=keep)
         )
