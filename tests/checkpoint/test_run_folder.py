@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from checkpoint_state import save_steps
 
-from paceline.checkpoint.errors import LockedError
+from paceline.checkpoint.errors import CheckpointError, LockedError
 from paceline.checkpoint.folders import complete_steps, partial_folder
 from paceline.checkpoint.run_folder import IDENTIFIER_NAME, RunFolder, memory_folder, run_lock
 from paceline.comm.single import SingleCommunicator
@@ -99,6 +100,15 @@ def test_a_folder_that_another_run_has_locked_is_not_cleaned_up(
     folder.reconnect()
     assert not in_progress.exists()
     folder.close()
+
+
+def test_a_folder_that_vanished_is_not_created_again(tmp_path: Path) -> None:
+    folder = opened(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="checkpoints cannot be saved in"):
+        folder.reconnect()
+    folder.close(is_abandoned=True)
+    assert not (tmp_path / "run").exists()
 
 
 def test_folders_in_memory_are_named_by_place_and_run(tmp_path: Path) -> None:

@@ -145,7 +145,8 @@ class RunFolder:
         with raising_on_all_workers(self._communicator):
             try:
                 if self._owns_root:
-                    self.root.mkdir(parents=True, exist_ok=True)
+                    if not self._is_locked:  # else it existed: if it has vanished, its disk may not be mounted
+                        self.root.mkdir(parents=True, exist_ok=True)
                     self._lock(LOCK_TIMEOUT_S)
                     clean_up(self.root)
                     identifier = _identifier(self.root)
