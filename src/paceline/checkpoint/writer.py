@@ -114,6 +114,11 @@ class AsyncWriter:
         self._failed: list[Path] = []
         self.root.mkdir(parents=True, exist_ok=True)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is being written."""
+        return self.pending is not None and not self.pending.done()
+
     def reserve(self, components: Sequence[Component]) -> None:
         """Allocate host memory for these components in the background. Without it, the first save takes longer."""
         self.wait()
@@ -144,7 +149,7 @@ class AsyncWriter:
         """The error of the last save, once; None if it succeeded or, without `wait`, is being written."""
         if wait and self.pending is not None:
             futures.wait([self.pending])
-        if self.pending is not None and not self.pending.done():
+        if self.is_busy:
             return None
         self._remove_failed()
         done, self.pending = self.pending, None
