@@ -94,6 +94,8 @@ def test_a_run_takes_an_array_loader() -> None:
     assert not torch.equal(train(pl.data.ArrayLoader(x, y, batch_size=4, drop_last=True)), expected)
     with pytest.raises(ValueError, match="micro_batch=8 contradicts the ArrayLoader's batch_size=4"):
         train(pl.data.ArrayLoader(x, y, batch_size=4), micro_batch=8)
+    with pytest.raises(ValueError, match="collate_fn joins samples, but data is given as whole columns"):
+        train(pl.data.ArrayLoader(x, y, batch_size=4), loading=pl.Loading(collate_fn=list))
 
 
 # Several devices.

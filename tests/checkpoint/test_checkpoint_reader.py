@@ -9,16 +9,18 @@ import pickle
 import random
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint_state import components, job, same, save, save_steps
+from checkpoint_state import components, job, same, save, save_steps, world
 
 from paceline.checkpoint import manifest as manifest_module
 from paceline.checkpoint.errors import CheckpointError
-from paceline.checkpoint.manifest import FORMAT_VERSION, Manifest
+from paceline.checkpoint.manifest import FORMAT_VERSION, Manifest, Pattern
 from paceline.checkpoint.reader import Checkpoint, inspect, newest_intact, verify
+from paceline.checkpoint.writer import Component
 
 
 def load_all(folder: Path) -> dict[str, Any]:
@@ -240,6 +242,15 @@ def test_verify_tells_everything_at_once(tmp_path: Path) -> None:
     ]
 
 
+def test_a_checkpoint_that_is_deleted_meanwhile_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder,) = save_steps(tmp_path, 1)
+    monkeypatch.setattr(Path, "iterdir", lambda path: iter([path / "gone.json"]))
+    problem = f"{folder} cannot be read: No such file or directory"
+    assert verify(folder) == [problem]
+    with pytest.raises(CheckpointError, match=problem):
+        inspect(folder)
+
+
 def test_a_component_can_be_loaded_while_another_is_damaged(tmp_path: Path) -> None:
     (folder,) = save_steps(tmp_path, 1)
     flip_last_byte(folder / "optimizer.safetensors")
@@ -247,6 +258,17 @@ def test_a_component_can_be_loaded_while_another_is_damaged(tmp_path: Path) -> N
     assert same(checkpoint.load("model"), components(1)[0].state)
     with pytest.raises(CheckpointError, match=r"optimizer\.safetensors is damaged"):
         checkpoint.load("optimizer")
+
+
+def test_each_node_loads_its_own_part_also_with_more_workers_per_node(tmp_path: Path) -> None:
+    def part(rank: int) -> None:
+        save(tmp_path, (Manifest(1), [Component("disk", {"rank": rank}, Pattern.PER_NODE)]), world(rank, 2, 0, 1))
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(part, range(2)))
+    checkpoint = Checkpoint(tmp_path / "step-00000001")
+    for rank, first in enumerate([0, 0, 1, 1]):
+        assert checkpoint.load_own("disk", world(rank, 4, rank % 2, 2)) == {"rank": first}
 
 
 def test_a_component_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 from collections.abc import Iterator
@@ -79,6 +80,11 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "path": (lambda: [Component("../a", 1)], ValueError, "component name '../a' cannot be a file name"),
     "dot": (lambda: [Component("a.b", 1)], ValueError, "component name 'a.b' cannot be"),
     "manifest": (lambda: [Component("manifest", 1)], ValueError, "component name 'manifest'"),
+    "nan in float8": (
+        lambda: [Component("a", {"w": torch.tensor([1, torch.nan]).to(torch.float8_e4m3fn)}, must_be_finite=True)],
+        CheckpointError,
+        "tensor 'w' of component 'a' contains inf or NaN",
+    ),
     "nan": (
         lambda: [Component("a", {"w": torch.tensor([1, float("nan")])}, must_be_finite=True)],
         CheckpointError,
@@ -350,6 +356,18 @@ def test_a_damaged_checkpoint_does_not_push_out_an_intact_one(tmp_path: Path) ->
         (tmp_path / "step-00000002" / "model.json").unlink()
         writer.save(*job(3))
     assert complete_steps(tmp_path) == [1, 2, 3]
+
+
+def test_an_error_after_saving_is_reported_as_one_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(root: Path) -> list[int]:
+        raise OSError(errno.ESTALE, "Stale file handle", str(root))
+
+    monkeypatch.setattr("paceline.checkpoint.writer.complete_steps", unreadable)
+    with closing(AsyncWriter(tmp_path, retention=Retention(last=1))) as writer:
+        writer.save(*job(1))
+        error = settled(writer).poll()
+    assert f"step 1 was saved, but outdated ones could not be deleted: Stale file handle ({tmp_path})" in str(error)
+    assert complete_steps(tmp_path) == [1]
 
 
 def test_workers_save_together(tmp_path: Path) -> None:

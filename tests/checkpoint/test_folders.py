@@ -74,5 +74,20 @@ def test_a_failed_rename_leaves_the_old_checkpoint(tmp_path: Path) -> None:
 
 def test_delete_takes_a_checkpoint_away(tmp_path: Path) -> None:
     save_steps(tmp_path, 3, 4)
-    delete(tmp_path, 3)
+    delete(tmp_path / "step-00000003")
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
+
+
+def test_a_replaced_checkpoint_that_was_deleted_in_part_does_not_come_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder,) = save_steps(tmp_path, 3)
+    partial = partial_folder(tmp_path, 3, "12ab")
+    shutil.copytree(folder, partial)
+    with monkeypatch.context() as patch:  # killed while it deletes
+        patch.setattr("shutil.rmtree", lambda path, **_: (path / "model.json").unlink())
+        make_visible(partial, folder)
+    assert verify(folder) == []
+    shutil.rmtree(folder)
+    clean_up(tmp_path)
+    assert list(tmp_path.iterdir()) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
 from contextlib import ExitStack
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from checkpoint_state import save_steps
 
-from paceline.checkpoint.errors import LockedError
+from paceline.checkpoint.errors import CheckpointError, LockedError
 from paceline.checkpoint.folders import complete_steps, partial_folder
 from paceline.checkpoint.run_folder import IDENTIFIER_NAME, RunFolder, memory_folder, run_lock
 from paceline.comm.single import SingleCommunicator
@@ -65,6 +66,49 @@ def test_snapshots_are_found_beside_checkpoints_and_those_of_an_earlier_run_are_
         assert not folder.memory.exists()
     finally:
         folder.remove_memory()
+
+
+def test_a_snapshot_is_hidden_before_it_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = opened(tmp_path, with_memory=True)
+    folder.make_memory()
+    try:
+        (snapshot,) = save_steps(folder.memory, 5)
+        with monkeypatch.context() as patch:  # killed while it deletes
+            patch.setattr("shutil.rmtree", lambda path, **_: (path / "model.json").unlink())
+            folder.discard([snapshot])
+        assert folder.found() == []
+        folder.close()
+    finally:
+        folder.remove_memory()
+
+
+def test_a_folder_that_another_run_has_locked_is_not_cleaned_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for timeout in ("LOCK_TIMEOUT_S", "ABANDONED_LOCK_TIMEOUT_S"):
+        monkeypatch.setattr(f"paceline.checkpoint.run_folder.{timeout}", 0.0)
+    communicator = SingleCommunicator(World(is_joining=True))
+    folder = RunFolder(tmp_path, communicator)
+    communicator.world = World()
+    with run_lock(tmp_path):
+        in_progress = partial_folder(tmp_path, 3, "12ab")
+        in_progress.mkdir()
+        with pytest.raises(LockedError):
+            folder.reconnect()
+        folder.close(is_abandoned=True)
+        assert in_progress.exists()
+    folder.reconnect()
+    assert not in_progress.exists()
+    folder.close()
+
+
+def test_a_folder_that_vanished_is_not_created_again(tmp_path: Path) -> None:
+    folder = opened(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(CheckpointError, match="checkpoints cannot be saved in"):
+        folder.reconnect()
+    folder.close(is_abandoned=True)
+    assert not (tmp_path / "run").exists()
 
 
 def test_folders_in_memory_are_named_by_place_and_run(tmp_path: Path) -> None:

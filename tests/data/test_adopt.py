@@ -375,6 +375,8 @@ def loader(**settings: Any) -> DataLoader:
         (DataLoader(Letters(), batch_size=4, drop_last=True), {},
          "drop_last=True over an IterableDataset, but every sample of a stream is trained"),
         (DataLoader(Letters(), batch_size=4), {"shuffle": True}, "streams cannot be shuffled by index"),
+        (DataLoader(Letters(), batch_size=4), {"shuffle": False, "shuffle_buffer": 5},
+         "shuffle=False contradicts shuffle_buffer=5: leave one out"),
         (DataLoader(Letters(), batch_size=None), {"global_batch": None, "batches_per_step": 2, "shuffle": True},
          "decides the order of its batches, so it cannot be shuffled here"),
         (loader(), {"feed": "dispatched", "prefetch": 3}, "prefetch=3 has no effect on streams and dispatched data"),

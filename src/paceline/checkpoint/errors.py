@@ -9,6 +9,13 @@ class CheckpointError(PacelineError):
     """A checkpoint could not be written, or is damaged, incomplete or of another run."""
 
 
+def cause_of(error: BaseException) -> str:
+    """What went wrong, and with which file if the system says so."""
+    if not isinstance(error, OSError):
+        return str(error)
+    return f"{error.strerror} ({error.filename})" if error.filename else f"{error.strerror or error}"
+
+
 class LockedError(CheckpointError):
     """Another process holds the lock of the run folder."""
 

@@ -94,8 +94,15 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, flush: boo
             raise TypeError(f"{name!r} is {kind}, which a safetensors file cannot store")
     # Multiples of the alignment first, then by decreasing item size: every tensor starts aligned.
     ordered = sorted(tensors.items(), key=lambda item: (item[1].nbytes % ALIGNMENT_BYTES > 0, -item[1].itemsize))
+    header: dict[str, Any] = {}
+    offset = 0
+    for name, tensor in ordered:
+        offsets = [offset, offset := offset + tensor.nbytes]
+        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGNMENT_BYTES)
     contents = (bytes_of(tensor.contiguous()) for _, tensor in ordered)
-    return write_file(path, chain([_header(dict(ordered))], contents), flush=flush)
+    return write_file(path, chain([len(text).to_bytes(8, "little"), text], contents), flush=flush)
 
 
 def read_tensors(path: Path, expected: FileRecord | None = None) -> dict[str, torch.Tensor]:
@@ -124,8 +131,6 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     import torch
 
-    if tensor.numel() == 0:
-        return memoryview(b"")
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -159,19 +164,6 @@ def flush_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _header(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    from paceline.core.tree import DTYPE_NAMES
-
-    header: dict[str, Any] = {}
-    offset = 0
-    for name, tensor in tensors.items():
-        offsets = [offset, offset := offset + tensor.nbytes]
-        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-(len(text) + 8) % ALIGNMENT_BYTES)
-    return len(text).to_bytes(8, "little") + text
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -31,9 +32,9 @@ def step_of(folder: Path) -> int | None:
     return None if match is None else int(match[1])
 
 
-def partial_folder(root: Path, step: int, token: str, state: str = "partial") -> Path:
-    """The hidden name of a checkpoint that is being written, replaced or deleted."""
-    return root / f".{step_folder(root, step).name}.{state}-{token}"
+def partial_folder(root: Path, step: int, token: str) -> Path:
+    """The hidden name of a checkpoint that is being written."""
+    return root / f".{step_folder(root, step).name}.partial-{token}"
 
 
 def new_token() -> str:
@@ -48,8 +49,8 @@ def complete_steps(root: Path) -> list[int]:
 
 def unusable(root: Path) -> dict[Path, str]:
     """Entries of `root` that are named like a checkpoint and are not one, with reason and remedy; by step."""
-    flaws = {path: _flaw(path, step) for path, step in sorted(_named(root), key=lambda found: found[1])}
-    return {path: flaw for path, flaw in flaws.items() if flaw is not None}
+    entries = sorted(_named(root), key=lambda found: found[1])
+    return {path: flaw for path, step in entries if (flaw := _flaw(path, step))}
 
 
 def _named(root: Path) -> list[tuple[Path, int]]:
@@ -89,14 +90,14 @@ def make_visible(partial: Path, final: Path, *, flush: bool = True) -> None:
         raise
     if flush:
         flush_folder(partial.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    with suppress(OSError):  # usually, there is none
+        # Renamed before: `clean_up` must not restore what is deleted in part.
+        shutil.rmtree(replaced.rename(partial.with_name(partial.name.replace(".partial-", ".deleted-"))))
 
 
-def delete(root: Path, step: int) -> None:
+def delete(folder: Path) -> None:
     """Delete a checkpoint. It is renamed before, so an incomplete one is never visible."""
-    hidden = partial_folder(root, step, new_token(), "deleted")
-    step_folder(root, step).rename(hidden)
-    shutil.rmtree(hidden)
+    shutil.rmtree(folder.rename(folder.with_name(f".{folder.name}.deleted-{new_token()}")))
 
 
 def move_aside(root: Path, entries: Sequence[Path]) -> Path:

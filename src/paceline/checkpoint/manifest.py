@@ -60,6 +60,11 @@ class Pattern(StrEnum):
         return f"node-{world.rank - world.local_rank}" if self is Pattern.PER_NODE else WHOLE
 
 
+def stem_of(component: str, part: str) -> str:
+    """The start of the names of the part's files."""
+    return component if part == WHOLE else f"{component}.{part}"
+
+
 @dataclass(frozen=True)
 class ComponentFiles:
     """A component's file names by part: `whole`, or `rank-3`, or `node-4`."""
@@ -75,12 +80,9 @@ class Contents:
     components: Mapping[str, ComponentFiles] = field(default_factory=dict)
     files: Mapping[str, FileRecord] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Contents:
-        """Raises ValueError, KeyError, TypeError or AttributeError for anything that `to_json` did not return."""
+        """Raises ValueError, KeyError, TypeError or AttributeError for anything that `asdict` did not return."""
         files = {name: FileRecord(**record) for name, record in found["files"].items()}
         for file, record in files.items():
             # Only names inside this folder: the manifest must not lead to another one.
@@ -135,7 +137,7 @@ class Manifest:
         from paceline.core.tree import flatten  # imports torch
 
         values = flatten({name: getattr(self, name) for name in _FIELDS}, "manifest").structure
-        return _render({"format": FORMAT, "format_version": FORMAT_VERSION, **values, **self.contents.to_json()})
+        return _render({"format": FORMAT, "format_version": FORMAT_VERSION, **values, **asdict(self.contents)})
 
     @classmethod
     def parse(cls, content: bytes) -> Manifest:
@@ -144,7 +146,11 @@ class Manifest:
             found = json.loads(content)
             _check_version(found)
             _check_digest(found, content)
-            values = _decoded({name: found[name] for name in _FIELDS}, content)
+            values = {name: found[name] for name in _FIELDS}
+            if b'"$"' in content:  # most manifests have only what JSON has, and need no torch
+                from paceline.core.tree import unflatten
+
+                values = unflatten(values, {})
             for name, kind in _FIELDS.items():
                 if type(values[name]) is not kind or (kind is int and values[name] < 0):
                     raise ValueError(f"{name} is {values[name]!r}, not {_KIND_NAMES[kind]}")
@@ -165,15 +171,6 @@ def library_versions() -> dict[str, str]:
         own = "unknown"
     torch_version, python = str(torch.__version__), platform.python_version()
     return {"paceline": own, "torch": torch_version, "python": python, "numpy": np.__version__}
-
-
-def _decoded(values: dict[str, Any], content: bytes) -> dict[str, Any]:
-    """The values that `flatten` encoded. Most manifests have only what JSON has, and need no torch."""
-    if b'"$"' not in content:
-        return values
-    from paceline.core.tree import unflatten
-
-    return dict(unflatten(values, {}))
 
 
 def _render(content: Mapping[str, Any]) -> bytes:

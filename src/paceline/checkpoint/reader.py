@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.files import check_file, open_regular, read_file, read_tensors
 from paceline.checkpoint.folders import complete_steps, latest, step_folder, step_of, unusable
-from paceline.checkpoint.manifest import MANIFEST_NAME, WHOLE, Manifest
+from paceline.checkpoint.manifest import MANIFEST_NAME, WHOLE, Manifest, Pattern, stem_of
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,7 @@ class Checkpoint:
                 f"component {name!r} of {self.folder} has no part {part!r}: it has {', '.join(self.parts(name))}"
             )
         contents = self.manifest.contents
-        stem = name if part == WHOLE else f"{name}.{part}"
+        stem = stem_of(name, part)
         tensors: dict[str, torch.Tensor] = {}
         texts: dict[str, bytes] = {}
         with _naming_older_checkpoint(self.folder):
@@ -76,10 +76,11 @@ class Checkpoint:
                 raise CheckpointError(f"{self.folder / stem}.json cannot be used: {error}") from None
 
     def load_own(self, name: str, world: World) -> Any:
-        """This worker's part of a component. With another world size, the part of rank modulo number of parts."""
-        parts = self.parts(name)
-        own = self.manifest.contents.components[name].pattern.part_of(world)
-        return self.load(name, own if own in parts else parts[world.rank % len(parts)])
+        """This worker's part of a component. With other workers, the part of rank, or node, modulo number of parts."""
+        parts, pattern = self.parts(name), self.manifest.contents.components[name].pattern
+        own = pattern.part_of(world)
+        index = world.rank // world.local_size if pattern is Pattern.PER_NODE else world.rank
+        return self.load(name, own if own in parts else parts[index % len(parts)])
 
 
 def inspect(folder: Path) -> Manifest:
@@ -177,7 +178,10 @@ def _examine(folder: Path) -> tuple[Manifest, dict[str, str]]:
             f"{step_folder(folder.parent, manifest.step).name}"
         )
     files = manifest.contents.files
-    found = {path.name: path.lstat() for path in folder.iterdir() if path.name != MANIFEST_NAME}
+    try:
+        found = {path.name: path.lstat() for path in folder.iterdir() if path.name != MANIFEST_NAME}
+    except OSError as error:  # the checkpoint is being deleted, for example
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror}") from error
     problems = {
         name: f"{folder / name} is missing, the manifest lists it with {files[name].size} bytes"
         for name in sorted(files.keys() - found.keys())

@@ -23,9 +23,9 @@ from io import FileIO
 from pathlib import Path
 from time import monotonic, sleep
 
-from paceline.checkpoint.errors import CheckpointError, LockedError
+from paceline.checkpoint.errors import CheckpointError, LockedError, cause_of
 from paceline.checkpoint.files import replacing, write_file
-from paceline.checkpoint.folders import clean_up, complete_steps, move_aside, step_folder, step_of
+from paceline.checkpoint.folders import clean_up, complete_steps, delete, move_aside, step_folder, step_of
 from paceline.comm.base import Communicator
 from paceline.comm.messages import decided_by_rank_0, gather, wait_for_all
 from paceline.core.private_folder import private_folder, why_not_private
@@ -113,16 +113,14 @@ class RunFolder:
         self._shared_disk = shared_disk
         self._has_memory = with_memory
         self._locks = ExitStack()
-        self._owns_root = self._owns_memory = False
+        self._is_locked = self._owns_root = self._owns_memory = False
         self.memory = Path()
         if communicator.world.is_joining:
             return
         self._assign_roles()
         with ExitStack() as undo:
             undo.callback(self.close)
-            with raising_on_all_workers(communicator):
-                identifier = self._open() if self._owns_root else ""
-            self.memory = memory_folder(root, decided_by_rank_0(lambda: identifier, communicator))
+            self._open()
             with raising_on_all_workers(communicator):
                 if self._owns_memory:
                     self._clean_memory()
@@ -135,47 +133,55 @@ class RunFolder:
 
     def reconnect(self) -> None:
         """The communicator has other workers now, none of which is writing. The lock of a lost owner is free."""
-        communicator, owned_root, identifier = self._communicator, self._owns_root, ""
         self._assign_roles()
-        if owned_root and not self._owns_root:
-            self._locks.close()
-        wait_for_all(communicator)
-        with raising_on_all_workers(communicator):
-            if self._owns_root and not owned_root:
-                identifier = self._open()
-            elif self._owns_root:
-                clean_up(self.root)
-                identifier = _identifier(self.root)
-        self.memory = memory_folder(self.root, decided_by_rank_0(lambda: identifier, communicator))
+        if not self._owns_root:
+            self._release()
+        wait_for_all(self._communicator)
+        self._open()
 
-    def _open(self) -> str:
-        try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            self._locks.enter_context(run_lock(self.root, timeout_s=LOCK_TIMEOUT_S))
-            clean_up(self.root)
-            return _identifier(self.root)
-        except OSError as error:
-            raise CheckpointError(
-                f"checkpoints cannot be saved in {self.root}: {error.strerror} ({error.filename}); choose a folder "
-                "that this user can write to"
-            ) from error
+    def _open(self) -> None:
+        """The owner locks the folder and cleans it up; all workers learn the name of the folder for snapshots."""
+        identifier = ""
+        with raising_on_all_workers(self._communicator):
+            try:
+                if self._owns_root:
+                    if not self._is_locked:  # else it existed: if it has vanished, its disk may not be mounted
+                        self.root.mkdir(parents=True, exist_ok=True)
+                    self._lock(LOCK_TIMEOUT_S)
+                    clean_up(self.root)
+                    identifier = _identifier(self.root)
+            except OSError as error:
+                raise CheckpointError(
+                    f"checkpoints cannot be saved in {self.root}: {cause_of(error)}; choose a folder that this user "
+                    "can write to"
+                ) from error
+        self.memory = memory_folder(self.root, decided_by_rank_0(lambda: identifier, self._communicator))
+
+    def _lock(self, timeout_s: float) -> None:
+        if not self._is_locked:
+            self._locks.enter_context(run_lock(self.root, timeout_s=timeout_s))
+            self._is_locked = True
+
+    def _release(self) -> None:
+        self._locks.close()
+        self._is_locked = False
 
     def _clean_memory(self) -> None:
         """Remove stale snapshots, and check the folder of the others. Folders of other users are not touched."""
         prefix = self.memory.name.rpartition("-")[0]
         for folder in MEMORY.glob(f"{prefix}-*"):
-            is_current = folder == self.memory
+            is_used = folder == self.memory and self._has_memory
             if reason := why_not_private(folder):
-                if is_current and self._has_memory:
+                if is_used:
                     raise CheckpointError(
                         f"{folder} is not a private folder of this user: {reason}; remove it, or keep no snapshots in "
                         "memory (snapshot_every=None)"
                     )
                 logger.warning("%s is not used: %s", folder, reason)
-            elif is_current and self._has_memory:
+            elif is_used:
                 clean_up(folder)
             else:
-                if is_current and complete_steps(folder):
+                if folder == self.memory and complete_steps(folder):
                     logger.warning("the snapshots in %s are removed: snapshot_every=None", folder)
                 shutil.rmtree(folder, ignore_errors=True)
 
@@ -197,7 +203,7 @@ class RunFolder:
         ordered = sorted(unwanted, key=lambda path: step_of(path) or 0, reverse=True)
         for path in ordered if self._owns_memory else ():
             if path.parent == self.memory:
-                shutil.rmtree(path)
+                delete(path)
         on_disk = [path for path in ordered if path.parent == self.root] if self._owns_root else []
         return move_aside(self.root, on_disk) if on_disk else None
 
@@ -209,11 +215,10 @@ class RunFolder:
         """Release the lock. `is_abandoned`: after an error; the last worker to leave removes unfinished saves."""
         if is_abandoned:
             with suppress(CheckpointError, OSError):
-                if not self._owns_root:
-                    # Held by the folder's owner until it has left, and by a new start of the run afterwards.
-                    self._locks.enter_context(run_lock(self.root, timeout_s=ABANDONED_LOCK_TIMEOUT_S))
+                # Held by the folder's owner until it has left, and by a new start of the run afterwards.
+                self._lock(ABANDONED_LOCK_TIMEOUT_S)
                 clean_up(self.root)
-        self._locks.close()
+        self._release()
 
 
 def memory_folder(root: Path, identifier: str) -> Path:

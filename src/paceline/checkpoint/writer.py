@@ -15,24 +15,24 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 import torch
 
-from paceline.checkpoint.errors import CheckpointError
+from paceline.checkpoint.errors import CheckpointError, cause_of
 from paceline.checkpoint.files import flush_folder, replacing, write_file, write_tensors
 from paceline.checkpoint.folders import complete_steps, delete, make_visible, move_aside, partial_folder, step_folder
 from paceline.checkpoint.manifest import (
     COMPONENT_NAME,
     MANIFEST_NAME,
-    WHOLE,
     ComponentFiles,
     Contents,
     Manifest,
     Pattern,
+    stem_of,
 )
 from paceline.checkpoint.policy import Retention, steps_to_delete
 from paceline.checkpoint.reader import inspect, newest_intact
@@ -188,7 +188,7 @@ class AsyncWriter:
             partial.mkdir(exist_ok=True)
             own = Contents.merge(self._write_file(partial / name, file) for name, file in files.items())
             if not is_first:
-                _leave_record(partial, self.world.rank, own.to_json())
+                _leave_record(partial, self.world.rank, asdict(own))
                 return
             deadline = monotonic() + self.timeout_s
             contents = [own, *(self._record_of(partial, rank, deadline) for rank in self.ranks[1:])]
@@ -211,7 +211,9 @@ class AsyncWriter:
         component, part, content = file
         if path.name.endswith(_TENSORS):
             for name, tensor in content.items() if component.must_be_finite else ():
-                if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                # Not all kinds of float8 have isfinite. Their values fit float16.
+                values = tensor.half() if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+                if values.is_floating_point() and not values.isfinite().all():
                     raise CheckpointError(f"tensor {name!r} of component {component.name!r} contains inf or NaN")
             record = write_tensors(path, content, flush=self.flush)
         else:
@@ -264,58 +266,45 @@ def files_of(
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"several components are named {', '.join(repeated)}: names must be unique")
     index = world.rank - ranks.start
-    is_writer = {
-        Pattern.REPLICATED: index < num_shards,
-        Pattern.GLOBAL: world.is_main,
-        Pattern.PER_RANK: True,
-        Pattern.PER_NODE: world.local_rank == 0,
+    # Of each pattern: which shard this worker writes, if there is one, and how many there are.
+    shards = {
+        Pattern.REPLICATED: (index, min(num_shards, len(ranks))),
+        Pattern.GLOBAL: (world.rank, 1),
+        Pattern.PER_RANK: (0, 1),
+        Pattern.PER_NODE: (world.local_rank, 1),
     }
     files = {}
     for component in components:
         part = component.pattern.part_of(world)
-        contents: Iterable[tuple[str, Any]] = ()
-        if component.is_divided:
-            contents = _own_tensors(component, part, index, len(ranks))
-        elif is_writer[component.pattern]:
-            shard = (index, min(num_shards, len(ranks))) if component.pattern is Pattern.REPLICATED else (0, 1)
-            contents = _shard(component, part, *shard)
-        for name, content in contents:
+        shard, count = (index, len(ranks)) if component.is_divided else shards[component.pattern]
+        for name, content in _contents(component, part, shard, count) if shard < count else ():
             files[name] = PlannedFile(component, part, content)
     return files
 
 
-def _own_tensors(component: Component, part: str, index: int, count: int) -> Iterator[tuple[str, Any]]:
-    """Names and contents of the files of a divided component that worker `index` of `count` writes."""
-    flat = flatten(component.state, component.name, is_partial=True)
-    own = {name: tensor for name, tensor in flat.tensors.items() if not tensor.is_meta}
-    stem = component.name if part == WHOLE else f"{component.name}.{part}"
-    if index == 0:
-        yield f"{stem}.json", flat.structure
-    if own:
-        yield f"{stem}{_number(index, count)}{_TENSORS}", own
-
-
-def _shard(component: Component, part: str, shard: int, num_shards: int) -> Iterator[tuple[str, Any]]:
-    """Names and contents of the files of one of several shards."""
-    flat = flatten(component.state, component.name)
-    stem = component.name if part == WHOLE else f"{component.name}.{part}"
+def _contents(component: Component, part: str, shard: int, num_shards: int) -> Iterator[tuple[str, Any]]:
+    """Names and contents of the files of one of several shards. File names are those that Hugging Face tools expect."""
+    flat = flatten(component.state, component.name, is_partial=component.is_divided)
+    stem = stem_of(component.name, part)
     sizes = {name: tensor.nbytes for name, tensor in flat.tensors.items()}
-    groups = split(sizes, num_shards)
-    names = [f"{stem}{_number(i, len(groups))}{_TENSORS}" for i in range(len(groups))]
+    if component.is_divided:
+        own = [name for name, tensor in flat.tensors.items() if not tensor.is_meta]
+        groups = [own if i == shard else [] for i in range(num_shards)]
+    else:
+        groups = split(sizes, num_shards)
+    count = len(groups)
+    names = [
+        f"{stem}-{i:05d}-of-{count:05d}{_TENSORS}" if count > 1 else f"{stem}{_TENSORS}" for i in range(1, count + 1)
+    ]
     if shard == 0:
         yield f"{stem}.json", flat.structure
-        if len(groups) > 1:  # the index that Hugging Face tools expect beside a model in several files
+        if count > 1 and not component.is_divided:  # the index that these tools expect beside a model in several files
             file_of = {tensor: name for name, group in zip(names, groups, strict=True) for tensor in group}
             weight_map = {tensor: file_of[tensor] for tensor in sizes}
             metadata = {"total_size": sum(sizes.values())}
             yield f"{stem}{_TENSORS}.index.json", {"metadata": metadata, "weight_map": weight_map}
-    if shard < len(groups):
+    if shard < count and groups[shard]:
         yield names[shard], {name: flat.tensors[name] for name in groups[shard]}
-
-
-def _number(index: int, count: int) -> str:
-    """The end of a file's name, as Hugging Face tools expect it."""
-    return f"-{index + 1:05d}-of-{count:05d}" if count > 1 else ""
 
 
 def split(sizes: Mapping[str, int], num_groups: int) -> list[list[str]]:
@@ -351,7 +340,7 @@ def _leave_error(partial: Path, rank: int, files: Iterable[str], error: BaseExce
         with suppress(OSError):
             (partial / name).unlink()
     try:
-        _leave_record(partial, rank, {"error": _cause(error)})
+        _leave_record(partial, rank, {"error": cause_of(error)})
     except OSError:
         with suppress(OSError):
             _record_path(partial, rank).touch()  # an empty file may still fit
@@ -367,21 +356,20 @@ def _flaw(final: Path) -> str:
 
 
 def _delete_unneeded(root: Path, just_written: int, retention: Retention) -> None:
-    """Delete the checkpoints that `retention` does not keep."""
     if retention == Retention():
         return
-    saved = {}
-    for step in complete_steps(root):
-        with suppress(CheckpointError):
-            saved[step] = inspect(step_folder(root, step)).metrics
-    for step in steps_to_delete(saved, just_written, retention):
-        try:
-            delete(root, step)
-        except OSError as error:
-            raise CheckpointError(
-                f"the checkpoint of step {just_written} was saved, but the outdated {step_folder(root, step)} "
-                f"could not be deleted: {_cause(error)}"
-            ) from error
+    saved, what = {}, "outdated ones"
+    try:
+        for step in complete_steps(root):
+            with suppress(CheckpointError):
+                saved[step] = inspect(step_folder(root, step)).metrics
+        for step in steps_to_delete(saved, just_written, retention):
+            what = f"the outdated {step_folder(root, step)}"
+            delete(step_folder(root, step))
+    except OSError as error:
+        raise CheckpointError(
+            f"the checkpoint of step {just_written} was saved, but {what} could not be deleted: {cause_of(error)}"
+        ) from error
 
 
 def _not_saved(root: Path, step: int, error: OSError | CheckpointError) -> str:
@@ -389,11 +377,7 @@ def _not_saved(root: Path, step: int, error: OSError | CheckpointError) -> str:
     with suppress(OSError):
         if intact := newest_intact(root):
             older = f"The newest intact checkpoint is {intact}"
-    return f"the checkpoint of step {step} was not saved in {root}: {_cause(error)}. {older}"
-
-
-def _cause(error: BaseException) -> str:
-    return f"{error.strerror} ({error.filename})" if isinstance(error, OSError) else str(error)
+    return f"the checkpoint of step {step} was not saved in {root}: {cause_of(error)}. {older}"
 
 
 def _dump(value: Any) -> bytes:

@@ -110,6 +110,8 @@ def _adopted(data: NumberedData | IterableStream, options: LoadingOptions) -> Ad
     if isinstance(data, IterableStream):
         if options.shuffle and not options.shuffle_buffer:
             raise ValueError("shuffle=True: streams cannot be shuffled by index; set shuffle_buffer")
+        if options.shuffle is False and options.shuffle_buffer:
+            raise ValueError(f"shuffle=False contradicts shuffle_buffer={options.shuffle_buffer}: leave one out")
         if options.feed is None and not _is_divided(data, options):
             feed = "dispatched"  # otherwise every worker would read all of it
     elif options.shuffle_buffer or options.num_shards is not None:
@@ -194,7 +196,8 @@ def _agreed(name: str, given: Any, loader_name: str, implied: Any, loader: str =
 def _adopt_array_loader(loader: ArrayLoader, options: LoadingOptions) -> Adopted:
     micro_batch = _agreed("micro_batch", options.micro_batch, "batch_size", loader.batch_size, "ArrayLoader")
     shuffle = _agreed("shuffle", options.shuffle, "shuffle", loader.shuffle, "ArrayLoader")
-    data = Ordered(loader.columns, multiple_of=micro_batch if loader.drop_last else 1)
+    source = as_source(loader.columns, collate_fn=options.collate_fn)
+    data = Ordered(source, multiple_of=micro_batch if loader.drop_last else 1)
     return _adopted(data, replace(options, micro_batch=micro_batch, shuffle=shuffle))
 
 
@@ -247,12 +250,9 @@ class _LoaderBatches(NamedTuple):
 
 def _adopt_loader(loader: DataLoader[Any], options: LoadingOptions, seed: int) -> Adopted:
     batches, given_readers = _LoaderBatches.of(loader), options.readers
-    options = replace(
-        options,
-        readers=_agreed("readers", options.readers, "num_workers", loader.num_workers or None),
-        collate_fn=_agreed("collate_fn", options.collate_fn, "collate_fn", _collate_fn(loader)),
-    )
-    collate_fn = options.collate_fn
+    readers = _agreed("readers", options.readers, "num_workers", loader.num_workers or None)
+    collate_fn = _agreed("collate_fn", options.collate_fn, "collate_fn", _collate_fn(loader))
+    options = replace(options, readers=readers, collate_fn=None)
     if isinstance(loader.dataset, IterableDataset):
         if batches.drop_last:
             raise ValueError(
@@ -260,9 +260,9 @@ def _adopt_loader(loader: DataLoader[Any], options: LoadingOptions, seed: int) -
                 "set drop_last=False"
             )
         if batches.size is not None:
-            return _adopted(IterableStream(loader.dataset, seed), _with_batch_size(options, batches.size))
+            options = replace(_with_batch_size(options, batches.size), collate_fn=collate_fn)
+            return _adopted(IterableStream(loader.dataset, seed), options)
         stream = BatchStream([loader.dataset], seed, collate_fn or default_convert)
-        options = replace(options, collate_fn=None)
         return _whole_batches(stream, "a DataLoader with batch_size=None", options, "dispatched")
     if batches.shuffle is not None:
         _agreed("shuffle", options.shuffle, "shuffle", batches.shuffle)
@@ -274,17 +274,16 @@ def _adopt_loader(loader: DataLoader[Any], options: LoadingOptions, seed: int) -
     if batches.in_batches:
         drawn = Ordered(_loader_source(loader, collate_fn, seed), batches.sampler, seed, in_batches=True)
         name = f"a DataLoader with a {type(batches.sampler).__name__}"
-        return _whole_batches(drawn, name, replace(options, collate_fn=None), "sharded")
+        return _whole_batches(drawn, name, options, "sharded")
     if batches.size is None:
         data = _ordered(WholeBatches(loader.dataset, collate_fn or default_convert, seed), batches, seed)
-        options = replace(options, collate_fn=None)
         adopted = _whole_batches(data, "a DataLoader with batch_size=None", options, "sharded")
         return replace(adopted, shuffle=bool(batches.shuffle))
-    options = _with_batch_size(options, batches.size)
     source = _loader_source(loader, collate_fn, seed)
-    # Reader processes that only index tensors would cost time.
-    readers = given_readers if isinstance(source, Columns) else options.readers
-    return _adopted(_ordered(source, batches, seed), replace(options, shuffle=batches.shuffle, readers=readers))
+    if isinstance(source, Columns):
+        options = replace(options, readers=given_readers)  # reader processes that only index tensors would cost time
+    options = replace(_with_batch_size(options, batches.size), shuffle=batches.shuffle)
+    return _adopted(_ordered(source, batches, seed), options)
 
 
 def _collate_fn(loader: DataLoader[Any]) -> Callable[[Any], Any] | None:

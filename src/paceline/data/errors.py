@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
@@ -32,6 +33,15 @@ def naming_sample(index: int, file: str) -> Iterator[None]:
     except Exception as error:
         text = f"sample {index} in {file} cannot be read: {type(error).__name__}: {error}"
         raise SampleError(text, index=index, file=file) from error
+
+
+def picklable(error: BaseException, text: str) -> BaseException:
+    """The error, or one with this text if it cannot be sent to another process."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(text)
+    return error
 
 
 class UserCode:

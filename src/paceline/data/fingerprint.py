@@ -1,8 +1,8 @@
 """Fingerprints of data: stored in checkpoints, and compared when a run is resumed.
 
-Small data is read completely. Of large data some samples are read, spread from the first to the last and always the
-same ones: a change of the order or of many samples is detected, a change of a single sample may not be. Only contents
-count, not modification times or folders: a copy on another machine is the same data.
+Small tensors and files are read completely. Of other data some samples are read, spread from the first to the last and
+always the same ones: a change of the order or of many samples is detected, a change of a single sample may not be. Only
+contents count, not modification times or folders: a copy on another machine is the same data.
 """
 
 from __future__ import annotations

@@ -151,6 +151,24 @@ def test_a_reader_of_a_stream_may_go_back() -> None:
     assert reader(StreamRequest(0, 10)).batch is None
 
 
+def test_a_stream_that_failed_while_samples_were_skipped_is_read_again_from_its_start() -> None:
+    class FailsOnce:
+        has_failed = False
+
+        def __iter__(self) -> Iterator[int]:
+            for i in range(8):
+                if i == 3 and not self.has_failed:
+                    self.has_failed = True
+                    raise OSError("rotten")
+                yield i
+
+    reader = StreamReader(IterableStream(FailsOnce()), DataSettings(seed=0, shuffle=True), Steps(4, 4, 2))
+    assert reader(StreamRequest(0, 0)).batch.tolist() == [0, 1]
+    with pytest.raises(OSError, match="rotten"):
+        reader(StreamRequest(0, 2))
+    assert reader(StreamRequest(0, 2)).batch.tolist() == [4, 5]
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [

@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import textwrap
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,31 @@ def test_bad_samples_are_told_to_the_worker_whoever_read_them() -> None:
     assert run(2) == (weights, told)
 
 
+class DecodingError(Exception):
+    """It can be pickled, but not unpickled: its constructor takes other arguments than the base class gets."""
+
+    def __init__(self, sample: int, reason: str) -> None:
+        super().__init__(f"sample {sample}: {reason}")
+
+
+@pytest.mark.parametrize("settings", [{}, {"readers": 1}, {"readers": 1, "feed": "dispatched"}])
+def test_a_bad_sample_is_skipped_whatever_its_error(settings: dict[str, Any], pool: WorkerPool) -> None:
+    class Undecodable(Noisy):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            if index == 5:
+                raise DecodingError(index, "no header")
+            return super().__getitem__(index)
+
+    def run() -> list[str]:
+        told: list[str] = []
+        train(Undecodable(), skip_bad_samples=lambda skipped: told.append(str(skipped.error)), **settings)
+        return told
+
+    told = [text for texts in pool.run(run, 2) for text in texts]
+    assert len(told) == 2  # once in each of two epochs
+    assert all("sample 5: no header" in text for text in told)
+
+
 def test_a_micro_batch_of_bad_samples_only_is_left_out() -> None:
     told: list[int] = []
     source = SkipBad(as_source(Noisy(bad=(4, 5, 6, 7))), lambda skipped: told.append(skipped.index))
@@ -159,6 +185,29 @@ def test_a_thread_reads_ahead_only_where_no_code_of_the_users_runs() -> None:
         train(prefetch=3)
     thread = ReaderThread(lambda request: request + 1)
     assert [answer() for answer in [thread.submit(n) for n in range(4)]] == [1, 2, 3, 4]
+    thread.close()
+
+
+def test_a_timeout_may_be_longer_than_the_system_can_wait() -> None:
+    for readers in (
+        ReaderProcesses(lambda request: request + 1, 1, 1e12),
+        ReaderThread(lambda request: request + 1, 1e12),
+    ):
+        assert readers.submit(1)() == 2
+        readers.close()
+
+
+def test_an_answer_that_comes_just_after_the_timeout_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late(Future):
+        def result(self, timeout: float | None = None) -> Any:
+            found = super().result()
+            if timeout is not None:
+                raise TimeoutError
+            return found
+
+    monkeypatch.setattr("paceline.data.feeds.readers.Future", Late)
+    thread = ReaderThread(lambda request: request + 1, 60.0)
+    assert thread.submit(1)() == 2
     thread.close()
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from worker_pool import WorkerPool
 
 from paceline.data.fingerprint import is_hf_dataset
-from paceline.data.sources.arrow import HfTable, hf_source
+from paceline.data.sources.arrow import HfTable
 from paceline.data.sources.base import Samples, as_source
 
 datasets = pytest.importorskip("datasets")
@@ -46,7 +46,7 @@ def test_a_data_set_is_known_by_its_type() -> None:
 
 
 def test_micro_batches_come_from_the_table(dataset: Any) -> None:
-    source = hf_source(dataset, None, 0)
+    source = as_source(dataset)
     assert isinstance(source, HfTable)
     assert len(source) == 10
     batch = source.read(indices(7, 2), 0, 0)
@@ -72,7 +72,7 @@ def test_micro_batches_come_from_the_table(dataset: Any) -> None:
 )
 def test_a_torch_format_gives_what_hf_gives(dataset: Any, change: Any) -> None:
     dataset = change(dataset).with_format("torch")
-    source = hf_source(dataset, None, 0)
+    source = as_source(dataset)
     assert isinstance(source, HfTable)
     wanted = [len(dataset) - 1, 0, 2, 3]
     batch, theirs = source.read(indices(*wanted), 0, 0), dataset[wanted]
@@ -84,9 +84,9 @@ def test_a_torch_format_gives_what_hf_gives(dataset: Any, change: Any) -> None:
 
 
 def test_only_the_formatted_columns_are_read(dataset: Any) -> None:
-    batch = hf_source(dataset.with_format("torch", columns=["label", "tokens"]), None, 0).read(indices(1), 0, 0)
+    batch = as_source(dataset.with_format("torch", columns=["label", "tokens"])).read(indices(1), 0, 0)
     assert set(batch) == {"label", "tokens"}
-    assert list(hf_source(dataset.remove_columns(["text", "score"]), None, 0).read(indices(1), 0, 0)) == [
+    assert list(as_source(dataset.remove_columns(["text", "score"])).read(indices(1), 0, 0)) == [
         "tokens",
         "label",
     ]
@@ -104,7 +104,7 @@ def test_only_the_formatted_columns_are_read(dataset: Any) -> None:
     ids=["transform", "numpy", "torch with settings", "all columns", "collate_fn"],
 )
 def test_what_hf_would_do_more_is_left_to_hf(dataset: Any, change: Any, collate_fn: Any) -> None:
-    source = hf_source(change(dataset), collate_fn, 0)
+    source = as_source(change(dataset), collate_fn=collate_fn)
     assert isinstance(source, Samples)
     batch = source.read(indices(3, 4), 0, 0)
     if collate_fn is not None:
@@ -119,11 +119,11 @@ def test_images_are_decoded_by_hf() -> None:
         ({"inner": datasets.Image()}, [{"inner": image} for image in images]),
     ]:
         dataset = datasets.Dataset.from_dict({"image": column}, features=datasets.Features({"image": feature}))
-        assert isinstance(hf_source(dataset, None, 0), Samples)
+        assert isinstance(as_source(dataset), Samples)
 
 
 def test_another_process_reads_the_same(dataset: Any, pool: WorkerPool) -> None:
-    source = hf_source(dataset.shuffle(seed=3), None, 0)
+    source = as_source(dataset.shuffle(seed=3))
     here = source.read(indices(9, 0, 4), 0, 0)
     assert torch.equal(pickle.loads(pickle.dumps(source)).read(indices(9, 0, 4), 0, 0)["tokens"], here["tokens"])
     (there,) = pool.run(lambda: source.read(indices(9, 0, 4), 0, 0), 1)
@@ -135,7 +135,7 @@ def test_rows_of_unequal_shapes_are_named_by_sample() -> None:
     dataset = datasets.Dataset.from_dict({"tokens": [[1], [2], [3, 4], [5]]}).select([3, 2, 1])
     text = r"samples 0 and 1 do not fit into one micro-batch: their shapes of column 'tokens' are \(1,\) and \(2,\)"
     with pytest.raises(ValueError, match=text):
-        hf_source(dataset, None, 0).read(indices(0, 2, 1), 0, 0)
+        as_source(dataset).read(indices(0, 2, 1), 0, 0)
 
 
 # Recognising what is a source

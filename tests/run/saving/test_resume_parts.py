@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import shutil
 from dataclasses import asdict
@@ -27,6 +28,35 @@ from paceline.plan.cadence import ElChe
 from paceline.run.step.planner import CadencePlanner, FixedPlanner, MeasuringPlanner
 from paceline.sync.averaging.settings import SLOW_LINK
 from paceline.sync.loss_scale import LossScale
+
+
+def test_state_of_rank_0_is_resumed_where_each_node_has_its_own_disk(tmp_path: Path, pool: WorkerPool) -> None:
+    class Best:
+        loss = 9.0
+
+        def state_dict(self) -> dict[str, float]:
+            return {"loss": self.loss}
+
+        def load_state_dict(self, state: dict[str, float]) -> None:
+            self.loss = state["loss"]
+
+    def train(folder: Path) -> tuple[int, float]:
+        rank = os.environ["RANK"]
+        os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = "0", "1"  # two nodes
+        with setup(folder / rank, disk="per node", every_steps=4, keep_last=1) as trainer:
+            best, begin = Best(), trainer.position.step
+            trainer.register("best", best, "global")
+            found, best.loss = best.loss, 3.0
+            for epoch in trainer.epochs(begin // 11 + 1):
+                for batch in epoch:
+                    step(trainer, batch)
+            return begin, found
+
+    assert pool.run(train, 2, tmp_path) == [(0, 9.0), (0, 9.0)]
+    # One node may have the last step, and the other one the step before.
+    assert [complete_steps(tmp_path / str(rank)) for rank in range(2)] == [[8, 11]] * 2
+    assert pool.run(train, 2, tmp_path) == [(11, 3.0), (11, 9.0)]
+
 
 # Starting from weights alone
 

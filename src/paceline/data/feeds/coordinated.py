@@ -22,7 +22,7 @@ from paceline.core.message import decode, encode
 from paceline.core.secret import run_secret
 from paceline.core.world import World
 from paceline.data.feeds.base import DataSettings, PlanStep, Step
-from paceline.data.feeds.readers import ReaderProcesses, ReaderThread, ReaderTimeout
+from paceline.data.feeds.readers import NO_TIMEOUT_S, ReaderProcesses, ReaderThread, ReaderTimeout
 from paceline.data.feeds.sharded import Delivery, Epoch, Epochs
 from paceline.data.sources.base import Read, reads_in_thread
 from paceline.data.sources.streams import StreamReader
@@ -31,9 +31,6 @@ from paceline.plan.shares import Plan, ranges
 
 # Steps that are planned and read ahead if a thread or reader processes can do it.
 STEPS_AHEAD = 2
-# The timeout of a link that is used ahead of training, and so is idle while training is, for example in an evaluation.
-# A step that needs the data still waits at most timeout_s.
-NO_TIMEOUT_S = 7 * 24 * 3600.0
 
 # Makes the link of a world, with the timeouts of a message and of connecting, in seconds.
 Connect: TypeAlias = Callable[[World, float, float], Link]
@@ -84,6 +81,8 @@ class CoordinatedFeed:
 
     def _open(self) -> None:
         self._world = world = self.communicator.world
+        # What runs ahead of training is idle while training is, for example in an evaluation. A step that needs the
+        # data still waits at most timeout_s.
         limit_s = NO_TIMEOUT_S if self._in_background else self._timeout_s
         self._processes: ReaderProcesses | None = None
         self._link: _WatchedLink | None = None

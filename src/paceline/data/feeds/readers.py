@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import math
 import os
-import pickle
 import signal
 import stat
 import sys
@@ -32,7 +30,11 @@ import torch
 
 from paceline.core.errors import PacelineError
 from paceline.core.processes import die_with_parent
+from paceline.data.errors import picklable
 from paceline.data.feeds.packing import pack, unpack
+
+# Longer timeouts are shortened to this one: some waiting functions refuse them.
+NO_TIMEOUT_S = 7 * 24 * 3600.0
 
 _STACK_SIGNAL = signal.SIGUSR1  # makes a reader process write its stack to a file
 _STACK_TIMEOUT_S = 1.0
@@ -64,13 +66,13 @@ class ReaderThread:
     """
 
     read: Callable[[Any], Any]
-    timeout_s: float = math.inf
+    timeout_s: float = NO_TIMEOUT_S
     _: KW_ONLY
     abort: Callable[[], None] = lambda: None
     explain: Callable[[], PacelineError | None] = lambda: None
 
     def __post_init__(self) -> None:
-        self.timeout_s = min(self.timeout_s, threading.TIMEOUT_MAX)
+        self.timeout_s = min(self.timeout_s, NO_TIMEOUT_S)
         self._requests: SimpleQueue[tuple[Future[Any], Hashable] | None] = SimpleQueue()
         # A daemon thread, so that a stuck one does not keep the process alive.
         self._thread = threading.Thread(target=self._work, name="paceline-reader", daemon=True)
@@ -107,8 +109,8 @@ class ReaderThread:
         try:
             return future.result(self.timeout_s)
         except TimeoutError:
-            if future.done():  # raised by `read`
-                raise
+            if future.done():  # just now, or `read` has raised this
+                return future.result()
         self._is_stuck = True
         frame = sys._current_frames().get(self._thread.ident or 0)
         raise self.explain() or ReaderTimeout(
@@ -123,8 +125,8 @@ class ReaderProcesses:
     They end with this process, even if it is killed. An awaited answer may take `timeout_s`.
     """
 
-    def __init__(self, read: Callable[[Any], Any], count: int, timeout_s: float = math.inf) -> None:
-        self._readers = [_ReaderProcess(read, number, timeout_s) for number in range(count)]
+    def __init__(self, read: Callable[[Any], Any], count: int, timeout_s: float = NO_TIMEOUT_S) -> None:
+        self._readers = [_ReaderProcess(read, number, min(timeout_s, NO_TIMEOUT_S)) for number in range(count)]
 
     def submit(self, request: Hashable, reader: int | None = None) -> Callable[[], Any]:
         """As in `ReaderThread`: to the reader with this number, or to the one with the fewest open requests."""
@@ -198,10 +200,8 @@ class _ReaderProcess:
         return future.result()
 
     def _receive(self) -> None:
-        """Wait for the next answer."""
         try:
-            # Without a limit, poll would compute a deadline from it.
-            if self._timeout_s != math.inf and not self._connection.poll(self._timeout_s):
+            if not self._connection.poll(self._timeout_s):
                 raise ReaderTimeout.in_processes(self._timeout_s, self.stack())
             sizes, descriptor = self._connection.recv(), recv_handle(self._connection)
         except (OSError, EOFError) as error:
@@ -287,7 +287,7 @@ def _serve(connection: Connection, read: Callable[[Any], Any], stack_file: int) 
             try:
                 sizes, descriptor = pack((read(request), None))
             except BaseException as error:
-                sizes, descriptor = pack((None, _picklable(error)))
+                sizes, descriptor = pack((None, _with_traceback(error)))
             connection.send(sizes)
             send_handle(connection, descriptor, None)
             os.close(descriptor)
@@ -301,12 +301,8 @@ def _close_sockets(kept: int) -> None:
                 os.close(number)
 
 
-def _picklable(error: BaseException) -> BaseException:
+def _with_traceback(error: BaseException) -> BaseException:
     """The error in a form that can be sent, with its traceback as a note."""
-    text = "".join(traceback.format_exception(error))
-    try:
-        error.add_note(f"in a reader process:\n{text}")
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"in a reader process:\n{text}")
-    return error
+    text = f"in a reader process:\n{''.join(traceback.format_exception(error))}"
+    error.add_note(text)
+    return picklable(error, text)

@@ -17,7 +17,7 @@ from paceline.data.errors import naming_sample, suggestion
 from paceline.data.fingerprint import Facts, file_facts
 from paceline.data.sources.arrow_files import DataFile, FileBatches, index_files
 from paceline.data.sources.arrow_rows import RecordBatches
-from paceline.data.sources.base import CollatingSource, Indices, Samples, Source, WrappedData
+from paceline.data.sources.base import CollatingSource, Indices, WrappedData
 
 StrPath = str | os.PathLike[str]
 _SUFFIXES = (".arrow", ".feather", ".ipc", ".parquet", ".pq")
@@ -135,18 +135,12 @@ def _choose_columns(files: Sequence[DataFile], wanted: Sequence[str] | None) -> 
     return names
 
 
-def hf_source(dataset: Any, collate_fn: Callable[[list[Any]], Any] | None, seed: int) -> Source:
-    """The source for a `datasets.Dataset`.
-
-    Micro-batches are read from its table, as in `ArrowSource`, if the data set has no format or a plain
-    `with_format("torch")` (numbers become int64 and float32) and there is no collate function. Otherwise samples are
-    read through the data set.
-    """
-    return HfTable(dataset) if collate_fn is None and _is_plain(dataset) else Samples(dataset, collate_fn, seed)
-
-
 class HfTable(WrappedData):
-    """A data set's rows as micro-batches of columns. It is pickled as the data set is: by path if it is in files."""
+    """The rows of a `datasets.Dataset` as micro-batches of columns, as in `ArrowSource`.
+
+    The data set has no format or a plain `with_format("torch")`: numbers become int64 and float32. It is pickled as the
+    data set is: by path if it is in files.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self._data = dataset
@@ -172,7 +166,8 @@ def _as_hf_torch(column: Any) -> Any:
     return column.to(torch.float32 if column.is_floating_point() else torch.int64)
 
 
-def _is_plain(dataset: Any) -> bool:
+def is_plain_table(dataset: Any) -> bool:
+    """Whether `HfTable` gives the same as the data set itself."""
     format = dataset.format
     has_settings = format["format_kwargs"] or format["output_all_columns"]
     is_decoded = any(_is_decoded(dataset.features[name]) for name in format["columns"])

@@ -251,27 +251,27 @@ class Cycle(WrappedData):
 
 def as_source(data: Any, *, collate_fn: Collate | None = None, seed: int = 0) -> Source:
     """The source for `data` with numbered samples, in any of the forms that `Trainer.setup` takes."""
-    if is_hf_dataset(data):
-        from paceline.data.sources.arrow import hf_source  # not at the top: it builds on this module
+    if is_hf_dataset(data) and collate_fn is None:
+        from paceline.data.sources.arrow import HfTable, is_plain_table  # not at the top: it builds on this module
 
-        return hf_source(data, collate_fn, seed)
+        data = HfTable(data) if is_plain_table(data) else data
+    if type(data) is TensorDataset and collate_fn is None:  # a subclass may do more than index
+        data = tuple(data.tensors)
+    source: Source
+    if isinstance(data, Columns) or _is_columns(data):
+        if collate_fn is not None:
+            raise ValueError(
+                "collate_fn joins samples, but data is given as whole columns: pass a list of samples or a data set"
+            )
+        source = data if isinstance(data, Columns) else Columns(data)
     # A data set with items may have a method `read` too.
-    if hasattr(data, "read") and hasattr(data, "__len__") and not hasattr(data, "__getitem__"):
+    elif hasattr(data, "read") and hasattr(data, "__len__") and not hasattr(data, "__getitem__"):
         if collate_fn is not None:
             raise ValueError(
                 f"collate_fn joins samples, but data is a {type(data).__name__}, which gives whole micro-batches: "
                 "give collate_fn to the source, if it takes one"
             )
-        ready: Source = data.with_seed(seed) if isinstance(data, SeededSource) else data
-        return ready
-    if type(data) is TensorDataset and collate_fn is None:  # a subclass may do more than index
-        data = tuple(data.tensors)
-    if _is_columns(data):
-        if collate_fn is not None:
-            raise ValueError(
-                "collate_fn joins samples, but data is given as whole columns: pass a list of samples or a data set"
-            )
-        source: Source = Columns(data)
+        source = data.with_seed(seed) if isinstance(data, SeededSource) else data
     elif isinstance(data, str | bytes | PathLike):
         raise TypeError(
             f"data is {data!r}: for files pass a source, such as ArrowSource, TokenFile or ImageFolder of paceline.data"

@@ -9,7 +9,6 @@ from typing import Any
 from paceline.core.generators import host_randomness
 from paceline.core.seeding import Purpose, derive_seed
 from paceline.data.errors import UserCode
-from paceline.data.fingerprint import Facts, facts_of
 from paceline.data.sources.base import Indices, Read, WrappedData
 from paceline.data.sources.collate import as_pair, count_rows
 
@@ -83,23 +82,13 @@ def num_samples_of(batch: Any, *, is_weighed: bool = False) -> int:
     return num_rows
 
 
-class _FunctionIterable:
-    """A function that returns iterators, as an iterable."""
-
-    def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
-        self._make = make
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._make())
-
-    def fingerprint(self) -> Facts:
-        return facts_of(self._make)
+def is_function(iterable: Any) -> bool:
+    """Whether it is a function that returns an iterator."""
+    return callable(iterable) and not hasattr(iterable, "__iter__")
 
 
-def _restartable(iterable: Any, name: str) -> Iterable[Any]:
-    if callable(iterable) and not hasattr(iterable, "__iter__"):
-        return _FunctionIterable(iterable)
-    if isinstance(iterable, Iterable) and not isinstance(iterable, Iterator):
+def _restartable(iterable: Any, name: str) -> Any:
+    if is_function(iterable) or (isinstance(iterable, Iterable) and not isinstance(iterable, Iterator)):
         return iterable
     problem = "can be read only once" if isinstance(iterable, Iterator) else "is not iterable"
     raise TypeError(

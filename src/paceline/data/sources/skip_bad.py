@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.errors import SampleError
-from paceline.data.sources.base import CountedSource, Indices, Read, SeededSource, Source, WrappedData
+from paceline.data.errors import SampleError, picklable
+from paceline.data.feeds.sharded import Request, reader_of
+from paceline.data.sources.base import Indices, Read, SeededSource, Source, WrappedData
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,10 @@ class Skipped:
     index: int
     file: str | None
     error: Exception
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        text = f"{type(self.error).__name__}: {self.error}"
+        return Skipped, (self.index, self.file, picklable(self.error, text))
 
 
 class SkipBad(WrappedData):
@@ -51,23 +56,17 @@ class SkipBad(WrappedData):
 
     def read_counted(self, indices: Indices, epoch: int, position: int, *, is_weighed: bool = False) -> Read:
         """The good samples, how many they are, and the bad ones, which are not reported here."""
-
-        source = self._data
-
-        def read(wanted: Indices) -> Read:
-            if isinstance(source, CountedSource) and source.counts_samples:
-                return source.read_counted(wanted, epoch, position, is_weighed=is_weighed)
-            return Read(source.read(wanted, epoch, position), len(wanted))
-
+        read = reader_of(self._data, is_weighed=is_weighed)
         try:
-            return read(indices)
+            return read(Request(epoch, position, len(indices), indices))
         except MemoryError:
             raise
         except Exception:
             # If no sample is bad alone, the read below raises the same error again.
             bad = self._find_bad(indices, epoch, position)
         good = indices[~np.isin(indices, list(bad))]
-        return (read(good) if len(good) else Read(None, 0))._replace(skipped=tuple(bad.values()))
+        found = read(Request(epoch, position, len(good), good)) if len(good) else Read(None, 0)
+        return found._replace(skipped=tuple(bad.values()))
 
     def report_skipped(self, skipped: Sequence[Skipped]) -> None:
         for one in skipped:

@@ -20,9 +20,9 @@ from paceline.data.feeds.base import DataSettings
 from paceline.data.feeds.sharded import Epoch
 from paceline.data.fingerprint import Facts, facts_of_several
 from paceline.data.sources.base import Read
-from paceline.data.sources.batches import num_samples_of
+from paceline.data.sources.batches import is_function, num_samples_of
 from paceline.data.sources.collate import as_pair, collate, counted, join
-from paceline.plan.epoch import Position, Steps
+from paceline.plan.epoch import Position, Steps, divisors
 
 
 @runtime_checkable
@@ -50,7 +50,7 @@ class IterableStream:
                 f"data is a {type(samples).__name__}, which can be read only once: pass an object that restarts when "
                 "it is iterated over, such as a torch IterableDataset or a list"
             )
-        self._iterables: Sequence[Iterable[Any]] = [samples]
+        self._iterables: Sequence[Any] = [samples]
         self._seed = seed
 
     def fingerprint(self) -> Facts:
@@ -79,7 +79,7 @@ class IterableStream:
 class BatchStream(IterableStream):
     """Iterables of batches as the shards of one stream."""
 
-    def __init__(self, iterables: Sequence[Iterable[Any]], seed: int, convert: Callable[[Any], Any] | None = None):
+    def __init__(self, iterables: Sequence[Any], seed: int, convert: Callable[[Any], Any] | None = None):
         self._iterables = iterables
         self._seed = seed
         self._convert = convert
@@ -172,7 +172,8 @@ class StreamReader:
     def _samples(self, epoch: int, shard: int, ordinal: int) -> list[Any]:
         if epoch != self._epoch:
             self._epoch, self._open_shards = epoch, {}
-        samples, upcoming = self._open_shards.get(shard, (iter(()), ordinal + 1))
+        # Removed while it is read: after an error the shard is read again from its start.
+        samples, upcoming = self._open_shards.pop(shard, (iter(()), ordinal + 1))
         if upcoming > ordinal:
             samples, upcoming = self._stream.open(shard, self._num_shards, epoch), 0
             if self._settings.shuffle_buffer:
@@ -180,16 +181,17 @@ class StreamReader:
                 samples = shuffled(samples, self._settings.shuffle_buffer, seed)
         for _ in islice(samples, (ordinal - upcoming) * self._micro_batch):
             pass  # micro-batches that other workers took, or that were trained before a resume
+        micro_batch = list(islice(samples, self._micro_batch))
         self._open_shards[shard] = samples, ordinal + 1
-        return list(islice(samples, self._micro_batch))
+        return micro_batch
 
 
-def _seeded(samples: Iterable[Any], seed: int, epoch: int, what: str = "sample") -> Iterator[Any]:
+def _seeded(samples: Any, seed: int, epoch: int, what: str = "sample") -> Iterator[Any]:
     """The samples, each produced with the random generators seeded for it. Use inside `host_randomness`."""
     randomness, end = HostRandomness(), object()
     randomness.seed(derive_seed(seed, Purpose.SAMPLE, epoch, -1))
     with UserCode("starting the stream in epoch {}", epoch):
-        iterator = iter(samples)
+        iterator = iter(samples() if is_function(samples) else samples)
     for position in count():
         randomness.seed(derive_seed(seed, Purpose.SAMPLE, epoch, position))
         with UserCode("reading {} {} of the stream in epoch {}", what, position, epoch):
@@ -227,8 +229,8 @@ def _num_shards(stream: IterableStream, num_shards: int | None, steps: Steps) ->
     if num_shards is None:
         return math.gcd(per_step, stream.num_own_shards)
     if per_step % num_shards:
-        divisors = ", ".join(str(d) for d in range(1, per_step + 1) if per_step % d == 0)
         raise ValueError(
-            f"num_shards={num_shards} does not divide the {per_step} micro-batches of a step: choose one of {divisors}"
+            f"num_shards={num_shards} does not divide the {per_step} micro-batches of a step: choose one of "
+            f"{', '.join(map(str, divisors(per_step)))}"
         )
     return num_shards

@@ -125,6 +125,9 @@ class Checkpointer:
             AsyncWriter, world=self._world, token=token, record=partial(run.timeline.during, "writing")
         )
         keep, num_shards = settings.retention, settings.num_writers
+        if keep != Retention() and not shared_disk and self._world.local_size < self._world.size:
+            # Not all nodes finish a checkpoint at once: the newest that all of them have may be the one before.
+            keep = keep._replace(last=max(2, keep.last or 0))
         self._writers.append(
             make_writer(self._folder.root, shared_disk=shared_disk, num_shards=num_shards, retention=keep)
         )
@@ -214,7 +217,7 @@ class Checkpointer:
             raise TypeError(f"{name!r} is a {type(thing).__name__}: it needs state_dict and load_state_dict")
         Component(name, None)  # validates the name
         if self._resumption is not None:
-            self._resumption.load(name, thing)
+            self._resumption.load(name, thing, pattern)
         self._registered[name] = (thing, pattern)
 
     def _states(self, loop: Loop, writer: AsyncWriter) -> list[Component]:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.folders import step_folder, step_of, unusable
+from paceline.checkpoint.manifest import Pattern
 from paceline.checkpoint.reader import Checkpoint, checkpoint_at, read_weights
 from paceline.checkpoint.run_folder import RunFolder, raising_on_all_workers
 from paceline.comm.base import Communicator
@@ -62,6 +63,7 @@ class Resumption:
         identity: Mapping[str, Any],
     ) -> None:
         self._world = communicator.world
+        self._has_shared_disk = settings.disk == "shared"
         self._skip = set(settings.skip)
         excluded = {*settings.skip, *settings.leave_out, *(() if replica.schedulers else ("scheduler",))}
         self._own = [name for name in OWN if name not in excluded]
@@ -88,11 +90,13 @@ class Resumption:
             with self._explaining("component 'engine'"):
                 loop_state.load_state(loop, self._states["engine"])
 
-    def load(self, name: str, thing: HasState) -> None:
+    def load(self, name: str, thing: HasState, pattern: Pattern) -> None:
         """Load the state that was saved under this name."""
         if self._checkpoint is None or name in self._skip:
             return
         if name not in self._expected:
+            if pattern is Pattern.GLOBAL and not self._has_shared_disk and not self._world.is_main:
+                return  # it is on the disk of rank 0's node
             raise CheckpointError(
                 f"{self.folder} has no component {name!r}: register it under the name it was saved with, before the "
                 f"first epoch, or add it to skip=[{name!r}] if it is new"
