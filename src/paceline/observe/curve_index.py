@@ -11,8 +11,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from paceline.observe.curve_window import Series
 from paceline.observe.json_lines import LineReader
-from paceline.observe.metrics import RESUMED_FROM, Curve, Steps, Values, columns_of, is_resume, is_step
+from paceline.observe.metrics import RESUMED_FROM, Curve, columns_of, is_resume, is_step
 
 # Bounds the memory of an index to some 80 MB. Further names are left out.
 MAX_NAMES = 300
@@ -49,9 +50,9 @@ class CurveIndex:
                     self._add([record for record in records if is_step(record)])
             yield
 
-    def curves(self) -> dict[str, tuple[Steps, Values]]:
-        """Steps and values by name. The arrays do not change when more is read."""
-        return {name: curve.points for name, curve in self._curves.items()}
+    def curves(self) -> dict[str, Series]:
+        """By name. The arrays do not change when more is read."""
+        return {name: Series(name, *curve.points, curve.is_thinned) for name, curve in self._curves.items()}
 
     def _add(self, records: Sequence[dict[str, Any]]) -> None:
         for name, (steps, values) in columns_of(records).items():

@@ -120,7 +120,7 @@ def read_window(
     names = curves.names()
     return Window(
         first_step=min((record["step"] for record in head if "step" in record), default=0),
-        last_step=max((record["step"] for record in not_superseded(tail)), default=0),
+        last_step=step_of(tail[-1]) if tail else 0,
         offset=tail_start + last_newline + 1,
         is_sampled=is_sampled,
         names=names,
@@ -143,13 +143,13 @@ def _common_key(names: Sequence[str]) -> bytes:
 def _narrowed(part: _Part, places: Sequence[_Place], first: int, last: float, line_bytes: int) -> _Part:
     """The range within `part` that contains all lines about these steps."""
     start, stop, limit = part
-    bound = limit  # the smallest step so far, from the end
+    bound, end = limit, stop  # the smallest step so far, from the end, and where its line may end
     for offset, block in reversed(places):
         if not block or (step := step_of(block[0])) > bound:
             continue  # superseded
         if step > last and is_step(block[0]):  # a resume may be anywhere after its offset
-            stop, limit = min(offset + 2 * line_bytes, part.stop), step  # a line in the range may end here
-        bound = step
+            stop, limit = end, bound  # up to the next place: a resume before it may have no place between them
+        bound, end = step, min(offset + 2 * line_bytes, part.stop)
         if step < first:
             start = offset
             break

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.observe.json_lines import LineReader, LineWriter, first_line, is_count, is_number
+from paceline.observe.json_lines import LineReader, LineWriter, first_line, is_count, is_number, lines_from_end
 
 RESUMED_FROM = "resumed_from"
 SAMPLES = "samples"
@@ -55,12 +55,11 @@ class MetricsWriter:
         try:
             if path.stat().st_size:
                 self._lines.write({RESUMED_FROM: start_step})
-            before = read_curves(path, ("time", SAMPLES))
+            self._start = monotonic() - _newest(path, "time")
+            self._num_samples = int(_newest(path, SAMPLES))
         except OSError:
             self._lines.close()
             raise
-        self._start = monotonic() - max(before.series("time")[1], default=0.0)
-        self._num_samples = int(before.last(SAMPLES) or 0)
 
     def log(self, step: int, values: Mapping[str, Any], num_samples: int = 0) -> None:
         """Write one line. Values are numbers, lists of one number per worker, or mappings, `{"eval": {"loss": 2}}`.
@@ -75,6 +74,17 @@ class MetricsWriter:
 
     def close(self) -> None:
         self._lines.close()
+
+
+def _newest(path: Path, name: str) -> float:
+    """The newest number of this name that counts; 0 without one. A run continues at once, however long its file is."""
+    limit = math.inf
+    for record in lines_from_end(path, (f'"{name}"'.encode(), f'"{RESUMED_FROM}"'.encode())):
+        if is_resume(record):
+            limit = min(limit, record[RESUMED_FROM])
+        elif is_step(record) and record["step"] <= limit and is_number(value := record.get(name)):
+            return float(value)
+    return 0.0
 
 
 class Curve:
@@ -189,7 +199,7 @@ class Curves:
             kept = {"step", *filter(self._leads_to_wanted, set[str]().union(*lines))}
             lines = [{key: line[key] for key in line if key in kept} for line in lines]
         for name, column in columns_of(lines).items():
-            if self._is_wanted(name) and (name in self.curves or len(self.curves) < MAX_NAMES):
+            if self.wants(name) and (name in self.curves or len(self.curves) < MAX_NAMES):
                 self.curves.setdefault(name, Curve(is_whole=self._is_whole)).add(*column)
                 if not name.startswith(_WORKER_RATE):
                     self._names[name] = None
@@ -205,7 +215,7 @@ class Curves:
     def _leads_to_wanted(self, key: str) -> bool:
         return key in self._keys or key.startswith(self._groups)
 
-    def _is_wanted(self, name: str) -> bool:
+    def wants(self, name: str) -> bool:
         return self._wanted is None or name in self._wanted or name.startswith(self._groups)
 
     def _add_workers(self, record: Mapping[str, Any]) -> dict[str, float]:
@@ -234,7 +244,9 @@ class CountedLines:
     def __init__(
         self, path: Path, *, tail: bool = False, start: int = 0, stop: int | None = None, limit: float = math.inf
     ) -> None:
-        self._reader, resumes = (LineReader(path, tail=tail, start=start, stop=stop) for _ in range(2))
+        stop = path.stat().st_size if stop is None else stop  # a resume that is written meanwhile is not seen once
+        self._reader = LineReader(path, tail=tail, start=start, stop=stop)
+        resumes = LineReader(path, start=self._reader.offset, stop=stop)
         found = resumes.blocks(containing=f'"{RESUMED_FROM}"'.encode())
         self.resumed_from = [record[RESUMED_FROM] for block in found for record in block if is_resume(record)]
         # The last step that counts, for the lines before each resume, and for those after the last one.
@@ -279,9 +291,11 @@ def mean_samples_per_s(path: Path, curves: Curves) -> float | None:
     """
     first = first_line(path)
     steps, samples = curves.series(SAMPLES)
-    times = dict(zip(*(part.tolist() for part in curves.series("time")), strict=True))
-    if len(steps) and isinstance(first, dict) and is_count(first.get(SAMPLES)) and is_number(first.get("time")):
-        seconds, count = times.get(int(steps[-1]), 0.0) - first["time"], float(samples[-1]) - first[SAMPLES]
+    times = curves.series("time")
+    is_known = len(steps) and len(times[0])
+    if is_known and isinstance(first, dict) and is_count(first.get(SAMPLES)) and is_number(first.get("time")):
+        # The line may be missing in a thinned curve.
+        seconds, count = np.interp(steps[-1], *times) - first["time"], float(samples[-1]) - first[SAMPLES]
         if seconds > 0 and count > 0:
             return float(count / seconds)
     return read_curves(path, ("samples_per_s",)).mean("samples_per_s")
@@ -293,11 +307,7 @@ def flat_items(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
         if is_number(value):
             yield prefix + name, value
         elif isinstance(value, list | tuple):
-            for i, item in enumerate(value):
-                if is_number(item):
-                    yield f"{prefix}{name}/{i}", item
-                else:
-                    yield from flat_items({str(i): item}, f"{prefix}{name}/")
+            yield from flat_items({str(i): item for i, item in enumerate(value)}, f"{prefix}{name}/")
         elif isinstance(value, Mapping):
             yield from flat_items(value, f"{prefix}{name}/")
         elif value is not None:

@@ -119,7 +119,7 @@ def request_of(run: RunEntry, command: str) -> tuple[int, dict[str, Any]]:
     try:
         return 200, {"ok": True, **ask(socket_path(run.files.root.absolute()), {"command": command})}
     except NotListening as error:
-        if command == "abort":  # it may be gone before it answers
+        if command == "abort" and error.__cause__ is None:  # it was asked, and ended before it answered
             return 200, {"ok": True}
         return 502, {"error": f"{error}. Runs take requests once their workers have started; try again"}
     except ControlError as error:

@@ -9,7 +9,7 @@ from threading import Lock, Thread
 from time import sleep
 
 from paceline.observe.curve_index import CurveIndex
-from paceline.observe.metrics import Steps, Values
+from paceline.observe.curve_window import Series
 
 # The least recently used ones are forgotten.
 MAX_INDEXES = 4
@@ -41,7 +41,7 @@ class Indexes:
         self._lock = Lock()
         self._turn = Lock()
 
-    def curves(self, path: Path) -> dict[str, tuple[Steps, Values]] | None:
+    def curves(self, path: Path) -> dict[str, Series] | None:
         """All curves of a file as it is now, by name; None while it is being read."""
         with self._lock:
             entry = self._entries.pop(path, None)

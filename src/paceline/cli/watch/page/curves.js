@@ -56,13 +56,18 @@ export class Curves {
     return this.byName.get(name)?.raw.last;
   }
 
-  /** An answer of /metrics. */
+  /** An answer of /metrics. What was known of its steps is replaced: a sample may have lines that were superseded. */
   add(answer) {
     this.lastStep = Math.max(this.lastStep, answer.last_step ?? 0);
     for (const {name, steps, values, is_thinned} of answer.series) {
-      const curve = this.#curve(name);
+      const curve = this.#curve(name),
+        {x, y, length} = curve.raw,
+        later = curve.raw.after(answer.to),
+        [laterX, laterY] = [x.slice(later, length), y.slice(later, length)];
       curve.isThinned ||= is_thinned || answer.is_sampled;
+      curve.raw.truncate(answer.from - 1);
       for (let i = 0; i < steps.length; i++) curve.raw.push(steps[i], number(values[i]));
+      laterX.forEach((step, i) => curve.raw.push(step, laterY[i]));
       this.#changed(curve);
     }
   }

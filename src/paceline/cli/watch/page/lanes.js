@@ -83,7 +83,8 @@ function departed(run, events) {
   for (const event of run.state === "live" ? events.toReversed() : []) {
     if (event.event !== "world") continue;
     const {left, joined, size} = event.details;
-    if (!Array.isArray(left) || joined?.length || found.length > MAX_DEPARTED) break;
+    // With more workers than remained, the run was resumed.
+    if (!Array.isArray(left) || joined?.length || run.num_workers > size || found.length > MAX_DEPARTED) break;
     for (const rank of left) if (rank < size || !known.has(rank)) found.push({rank, left: event});
   }
   return found;
@@ -237,7 +238,8 @@ function partsAt(series, from, to, parts) {
   for (let k = 0; k < series.length; k++) {
     parts[k] = 0;
     const found = series[k];
-    if (!found?.length || from > found.end || to < found.x[0] - (found.x[1] ?? found.x[0]) + found.x[0]) continue;
+    const firstLength = found?.length > 1 ? found.x[1] - found.x[0] : 0; // as long as the second one
+    if (!found?.length || from > found.end || to < found.x[0] - firstLength) continue;
     const i = found.after(from),
       j = Math.max(found.after(to), Math.min(i + 1, found.length));
     if (i >= found.length) {

@@ -75,9 +75,16 @@ export class RunPage {
     if (this.#isClosed) return;
     this.#show(run);
     const points = ["points", String(Math.min(4000, 2 * Math.ceil(innerWidth)))];
-    const names = run.names.filter(name => !LANE_GROUPS.some(group => name.startsWith(`${group}/`)));
-    const wanted = names.length && names.length <= MAX_NAMES_IN_ADDRESS ? names.map(name => ["name", name]) : [];
-    const getMetrics = () => this.source.get(`${base}/metrics`, [...wanted, points]);
+    const isLane = name => LANE_GROUPS.some(group => name.startsWith(`${group}/`));
+    const names = new Set(run.names.filter(name => !isLane(name)));
+    const getMetrics = async () => {
+      const wanted = names.size <= MAX_NAMES_IN_ADDRESS ? [...names].map(name => ["name", name]) : [];
+      const answer = await this.source.get(`${base}/metrics`, [...wanted, points]);
+      // Of a long run: those that are neither in its first lines nor in its last ones.
+      const others = wanted.length ? answer.names.filter(name => !isLane(name) && !names.has(name)) : [];
+      others.forEach(name => names.add(name));
+      return others.length ? getMetrics() : answer;
+    };
     const [metrics, lanes, events, checkpoints, config, log] = await Promise.all([
       getMetrics(),
       this.source.isLive

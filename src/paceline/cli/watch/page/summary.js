@@ -214,10 +214,10 @@ const FIGURES = new Map([
   ["gpu_percent", value => `GPU ${Math.round(value)}% busy`],
   ["cpu_percent", value => `CPU ${Math.round(value)}%`],
   ["no_step_s", value => `no step for ${duration(value)}`],
-  ["usual_s", value => `usually ${duration(value)}`],
+  ["usual_s", value => `before, at most ${duration(value)} between two lines`],
   ["worker_silent_s", value => `silent for ${duration(value)}`],
   ["left", value => `${count(value)} left`],
-  ["workers", value => `${counted(value, "worker")} before`],
+  ["workers", value => `${counted(value, "worker")} remain${value === 1 ? "s" : ""}`],
   ["loss", value => `loss ${num(value)}`],
   ["lowest", value => `lowest ${num(value)}`],
 ]);
