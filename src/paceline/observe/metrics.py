@@ -153,14 +153,16 @@ class Curve:
 class Curves:
     """The metrics of a file.
 
-    wanted: the metrics, or groups such as "waiting", whose numbers are kept; None for all. is_whole: see `Curve`.
+    wanted: the metrics, or groups such as "waiting", whose numbers are kept; None for all. With "samples_per_s" those
+    of each worker are kept, too. is_whole: see `Curve`.
     num_lines: lines about steps that count. num_unreadable: skipped lines. last_step: 0 if there is none. shares,
     waiting: one number per worker, from the last line that has them. resumed_from: the steps of all resumes.
     """
 
     def __init__(self, wanted: Iterable[str] | None = None, *, is_whole: bool = False) -> None:
         self._wanted = None if wanted is None else frozenset(wanted)
-        self._groups = tuple(f"{name}/" for name in self._wanted or ())
+        groups = [f"{name}/" for name in self._wanted or ()]
+        self._groups = tuple([*groups, _WORKER_RATE] if "samples_per_s" in (self._wanted or ()) else groups)
         # Keys of a line that lead to a wanted metric: "a" and "a/b" for "a/b".
         parts = [name.split("/") for name in self._wanted or ()]
         self._keys = {"/".join(each[: i + 1]) for each in parts for i in range(len(each))}

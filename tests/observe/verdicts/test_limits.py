@@ -59,6 +59,7 @@ def kinds(evidence: Evidence) -> list[str]:
     return [verdict.kind for verdict in diagnose(evidence)]
 
 
+LEFT = WorldEvent(5, {"left": [1], "joined": [], "size": 1})
 FINE = ["nothing wrong"]
 FALLING = (5.0, 4.0, 3.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 # What is observed, and the kinds of all verdicts.
@@ -121,6 +122,18 @@ TABLE = {
     ),
     "a worker that left is silent": (
         run(part(), silent_s=1.0, workers=[on(silent_s=0), on(silent_s=99)]),
+        FINE,
+    ),
+    "starts again, no line for 59 s": (run(part(), silent_s=59.0, is_starting=True), FINE),
+    "starts again, no line for 61 s": (run(part(), silent_s=61.0, is_starting=True), ["stalled"]),
+    "a worker left": (run(part(), world_event=LEFT), ["worker left"]),
+    "a worker left, and no line since": (
+        run(part(), part(), world_event=replace(LEFT, step=NUM_LINES * 10)),
+        ["worker left"],
+    ),
+    "a worker left, then the run was resumed with all": (run(part(), part(), world_event=LEFT), FINE),
+    "a worker left with its full GPU": (
+        run(part(), workers=[on(), on(gpu_memory_bytes=96, gpu_memory_total_bytes=100)]),
         FINE,
     ),
     "failed": (run(part(), state="failed", reason="ValueError: no"), ["failed"]),

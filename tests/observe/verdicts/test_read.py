@@ -125,3 +125,25 @@ def test_an_empty_folder(files: RunFiles) -> None:
     assert (evidence.lines, evidence.workers, evidence.state) == ([], [], "unknown")
     files.events.write_text(json.dumps({"step": 1, "event": "world", "details": 3}) + "\n")
     assert read_evidence(files).world_event == WorldEvent(1, {})
+
+
+def test_a_run_that_starts_again_has_not_been_silent_since_its_end(files: RunFiles) -> None:
+    write_lines(files.metrics, *(line(step) for step in range(1, 9)))
+    write_json(files.worker(0), {"host": "a"})
+    write_json(files.status, {"state": "running"})
+    for path, age_s in ((files.metrics, 9000), (files.worker(0), 9000), (files.status, 2)):
+        os.utime(path, (NOW - age_s, NOW - age_s))
+    reader = EvidenceReader(files)
+
+    def found() -> tuple[Any, ...]:
+        evidence = reader.read(NOW)
+        return evidence.silent_s, evidence.is_starting, evidence.workers[0].silent_s
+
+    assert found() == (pytest.approx(2.0), True, None)
+    append_lines(files.metrics, {"resumed_from": 8}, line(9), line(10))
+    os.utime(files.metrics, (NOW - 1, NOW - 1))
+    write_json(files.worker(0), {"host": "a"})
+    os.utime(files.worker(0), (NOW - 1, NOW - 1))
+    assert found() == (pytest.approx(1.0), True, pytest.approx(1.0))
+    append_lines(files.metrics, line(11))
+    assert not reader.read(NOW).is_starting

@@ -1,7 +1,7 @@
 /** Starts the page: which part is shown, the theme, the keys. */
 
 import {showKeys} from "./dialog.js";
-import {el, isTyping, setText} from "./dom.js";
+import {button, el, isTyping, link, setText} from "./dom.js";
 import {Tip} from "./marks.js";
 import {onTheme, recall, toggleTheme} from "./palette.js";
 import {RunPage} from "./run_page.js";
@@ -22,20 +22,17 @@ class App {
     this.view = new View();
     this.tip = new Tip();
     this.notice = el("p", {class: "notice", role: "status", hidden: true});
-    const onclick = event => {
-      event.preventDefault();
-      this.view.open("");
-    };
-    this.link = el("button", {type: "button", onclick: () => this.#copyLink()}, "copy link");
+    const openRuns = () => this.view.open("");
+    this.link = button("copy link", () => this.#copyLink());
     this.bar = el(
       "nav",
       {class: "bar", "aria-label": "page"},
-      el("a", {href: "#", class: "brand", onclick}, "paceline"),
-      el("a", {href: "#", onclick}, "runs"),
+      link("paceline", openRuns, {class: "brand"}),
+      link("runs", openRuns),
       el("span", {class: "spring"}),
       this.source.isLive ? this.link : el("span", {class: "muted"}, "exported"),
-      el("button", {type: "button", "data-tool": "theme", onclick: toggleTheme}, "light / dark"),
-      el("button", {type: "button", "data-tool": "keys", "aria-label": "keyboard", onclick: showKeys}, "?")
+      button("light / dark", toggleTheme, {"data-tool": "theme"}),
+      button("?", showKeys, {"data-tool": "keys", "aria-label": "keyboard"})
     );
     document.body.replaceChildren(this.bar, this.notice, this.tip.node);
     this.view.addEventListener("change", event => (event.detail.isNewPage ? this.#open() : this.#page?.refresh()));

@@ -45,7 +45,7 @@ export class RunPage {
     this.checkpoints = new CheckpointList(source, this.board.pace);
     this.plan = new PlanView();
     this.planSection = section("Plan", "plan", this.plan.node);
-    this.config = new ConfigView(run => view.open(run));
+    this.config = new ConfigView(view);
     this.log = new LogView(view);
     this.tools = new Tools(view, this.board);
     this.plots = new RunPlots(this.board, this.curves, tip, () => this.#eventMarks());

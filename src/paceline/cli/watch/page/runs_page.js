@@ -3,7 +3,7 @@
 import {Board} from "./board.js";
 import {Curves} from "./curves.js";
 import {Differences} from "./differences.js";
-import {el, section, setText, showList} from "./dom.js";
+import {button, el, section, setText, showList} from "./dom.js";
 import {curveColor, curveDash} from "./palette.js";
 import {Panel} from "./panel.js";
 import {FIRST_REFINEMENT_MS, MAX_REFINEMENT_MS} from "./run_page.js";
@@ -189,19 +189,8 @@ export class RunsPage {
       this.metrics,
       names,
       name => name,
-      name =>
-        el("button", {
-          type: "button",
-          "data-metric": name,
-          onclick: () => {
-            const now = this.#shownNames();
-            this.view.set({show: now.includes(name) ? now.filter(other => other !== name) : [...now, name]});
-          },
-        }),
-      (button, name) => {
-        setText(button, titleOf(name));
-        button.setAttribute("aria-pressed", String(shown.includes(name)));
-      }
+      name => button(titleOf(name), () => this.#toggleMetric(name), {"data-metric": name}),
+      (node, name) => node.setAttribute("aria-pressed", String(shown.includes(name)))
     );
     for (const [name, panel] of this.#panels)
       if (!shown.includes(name)) {
@@ -215,6 +204,11 @@ export class RunsPage {
       name => this.#makePanel(name).node,
       () => {}
     );
+  }
+
+  #toggleMetric(name) {
+    const now = this.#shownNames();
+    this.view.set({show: now.includes(name) ? now.filter(other => other !== name) : [...now, name]});
   }
 
   #makePanel(name) {

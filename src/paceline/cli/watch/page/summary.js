@@ -1,11 +1,11 @@
 /** The head of a run's page: state, progress, remaining time, what holds the run back, and the buttons. */
 
 import {askFor} from "./dialog.js";
-import {el, setClass, setStyle, setText, showList} from "./dom.js";
+import {button, el, setClass, setStyle, setText, showList} from "./dom.js";
 import {ago, count, counted, duration, MISSING, moment, num, percent, rate} from "./format.js";
 
 /** State of a run: the class of its chip. */
-export const STATE_CLASSES = new Map([
+const STATE_CLASSES = new Map([
   ["live", "live"],
   ["finished", "good"],
   ["stopped", "calm"],
@@ -53,16 +53,10 @@ export class RunSummary {
       "div",
       {class: "buttons", hidden: true},
       ...ACTIONS.map(([action, label, question, effect]) =>
-        el(
-          "button",
-          {
-            type: "button",
-            "data-action": action,
-            class: action === "abort" ? "danger" : "",
-            onclick: () => this.ask(action, label, question, effect),
-          },
-          label
-        )
+        button(label, () => this.ask(action, label, question, effect), {
+          "data-action": action,
+          class: action === "abort" ? "danger" : "",
+        })
       )
     );
     this.tiles = new Map();
