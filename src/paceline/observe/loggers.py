@@ -14,7 +14,7 @@ from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol, TextIO
+from typing import Any, ClassVar, Protocol, TextIO
 
 from paceline.core.optional import optional
 from paceline.observe.best_effort import attempt, describe, warn
@@ -177,10 +177,11 @@ class WandbLogger(_ServiceLogger):
 
     _package = "wandb"
     _resumed_by = "id"  # the service's argument that identifies a run
+    _defaults: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, name: str, config: Mapping[str, Any] | None = None, **settings: Any) -> None:
         self._module = optional(self._package, package=self._package, extra=self._package, user="its logger")
-        self._settings = {"name": name, "config": dict(config or {}), **settings}
+        self._settings = {"name": name, "config": dict(config or {}), **self._defaults, **settings}
         self._run: Any = None
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -205,9 +206,7 @@ class TrackioLogger(WandbLogger):
 
     _package = "trackio"
     _resumed_by = "name"
-
-    def __init__(self, name: str, config: Mapping[str, Any] | None = None, **settings: Any) -> None:
-        super().__init__(name, config, **{"project": "paceline", **settings})
+    _defaults: ClassVar[dict[str, Any]] = {"project": "paceline"}
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         with redirect_stdout(sys.stderr):  # it prints, and stdout may show progress

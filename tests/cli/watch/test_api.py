@@ -303,6 +303,15 @@ def test_the_newest_evaluation_is_shown_while_the_run_goes_on(client: Client, tm
     assert append({"resumed_from": 0}) == []
 
 
+def test_workers_of_a_run_that_starts_again_have_not_left(client: Client, tmp_path: Path) -> None:
+    files = live_run(tmp_path)
+    for rank in (0, 1):
+        worker_status(files, rank, process_started=1)
+        os.utime(files.worker(rank), (1e9, 1e9))
+    workers = client.get(f"/api/runs/{files.root.name}")["workers"]
+    assert [(worker["is_alive"], worker["seen"]) for worker in workers] == [(True, None), (True, None)]
+
+
 def test_lines_of_a_thousand_workers(client: Client, tmp_path: Path) -> None:
     many = {"shares": 1000 * [4], "waiting": 1000 * [0.1234], "speeds": 1000 * [12.5], "note": 20_000 * "x"}
     files = live_run(tmp_path, rows=[row(step, **many) for step in (1, 2)])

@@ -48,7 +48,7 @@ class RunEntry:
         self.pace_s: float | None = None  # seconds per step
         self.lead: dict[str, Any] = {}  # the status of worker 0
         self.metrics_bytes = 0
-        self.changed = self.metrics_changed = 0.0
+        self.changed = self.metrics_changed = self.status_changed = 0.0
         self._lead = self.files.ranks / "rank-0.json"
         self._stats: dict[str, tuple[int, int, int]] = {}
 
@@ -59,7 +59,9 @@ class RunEntry:
         if status is None and metrics is None:
             return False
         self.changed = max(each.st_mtime for each in (status, metrics) if each is not None)
-        self.metrics_changed = 0.0 if metrics is None else metrics.st_mtime
+        self.metrics_changed, self.status_changed = (
+            0.0 if each is None else each.st_mtime for each in (metrics, status)
+        )
         if self._has_changed("status", status):
             self.status = None if status is None else read_status(files)
         before = self._stats.get("metrics", (0, 0, 0))

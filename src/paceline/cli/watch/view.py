@@ -30,6 +30,11 @@ MAX_PLANS = 50
 # A worker on another host that has not written its status for so long has left.
 SILENT_S = 30.0
 
+# Of a worker, with their names in its status file.
+_STATUS_NUMBERS = {
+    **{"memory_bytes": "memory", "memory_limit_bytes": "memory_limit", "device_memory_bytes": "gpu_memory"},
+    **{"device_memory_limit_bytes": "gpu_memory_limit", "cpu": "cpu", "gpu": "gpu"},
+}
 _RANK_FILE = re.compile(r"rank-(\d{1,6})\.(json|out|err)")
 _CHECKPOINT = re.compile(r"step-(\d{8,18})")
 
@@ -138,12 +143,7 @@ def workers_of(run: RunEntry, known: Mapping[int, WorkerFile]) -> list[dict[str,
                 "rank": rank,
                 **{name: _text(status.get(name)) for name in ("host", "device", "device_name")},
                 "pid": status.get("pid") if is_count(status.get("pid")) else None,
-                "memory_bytes": number(status.get("memory")),
-                "memory_limit_bytes": number(status.get("memory_limit")),
-                "device_memory_bytes": number(status.get("gpu_memory")),
-                "device_memory_limit_bytes": number(status.get("gpu_memory_limit")),
-                "cpu": number(status.get("cpu")),
-                "gpu": number(status.get("gpu")),
+                **{name: number(status.get(key)) for name, key in _STATUS_NUMBERS.items()},
                 "seen": seen,
                 "step": status.get("step") if is_count(status.get("step")) else None,
                 "is_alive": is_live and rank < num_workers and _is_alive(status, seen),
@@ -157,8 +157,9 @@ def workers_of(run: RunEntry, known: Mapping[int, WorkerFile]) -> list[dict[str,
 
 
 def _status_files(run: RunEntry) -> Iterator[tuple[int, WorkerFile]]:
+    started = run.status_changed if run.state == "live" else 0.0  # a file before that is of an earlier start
     for rank, kind, path in rank_files(run):
-        if kind == "json" and (found := file_stat(path)) is not None:
+        if kind == "json" and (found := file_stat(path)) is not None and found.st_mtime >= started:
             yield rank, (document(path), found.st_mtime)
 
 

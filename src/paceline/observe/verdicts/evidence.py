@@ -12,6 +12,7 @@ from operator import mul
 from statistics import median
 from typing import Any, NamedTuple
 
+from paceline.core.events import Event
 from paceline.observe.json_lines import is_count, is_number
 from paceline.observe.metrics import RESUMED_FROM, is_resume
 
@@ -103,14 +104,6 @@ class WorkerFacts:
 
 
 @dataclass(frozen=True)
-class WorldEvent:
-    """Workers left or joined after this step; `details` as in events.jsonl."""
-
-    step: int
-    details: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Evidence:
     """The known facts about a run.
 
@@ -126,7 +119,7 @@ class Evidence:
     lines: Sequence[Line] = ()
     is_whole: bool = True
     first_loss: float | None = None
-    world_event: WorldEvent | None = None
+    world_event: Event | None = None
     workers: Sequence[WorkerFacts] = ()
     silent_s: float | None = None
     is_starting: bool = False
@@ -136,7 +129,7 @@ class Evidence:
     cores: int | None = None
 
     @cached_property
-    def newest_change(self) -> WorldEvent | None:
+    def newest_change(self) -> Event | None:
         """`world_event`, unless the run was stopped since, and resumed with more workers."""
         event, newest = self.world_event, next((line for line in reversed(self.lines) if line.workers), None)
         size: Any = None if event is None else event.details.get("size")

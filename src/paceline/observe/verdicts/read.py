@@ -10,6 +10,7 @@ from stat import S_ISREG
 from time import time
 from typing import Any
 
+from paceline.core.events import Event
 from paceline.observe.json_lines import LineReader, first_line, is_count
 from paceline.observe.run_files import (
     RunFiles,
@@ -21,7 +22,7 @@ from paceline.observe.run_files import (
     state_of,
     unchanged,
 )
-from paceline.observe.verdicts.evidence import MIN_LINES, Evidence, Lines, WorkerFacts, WorldEvent, number_or_none
+from paceline.observe.verdicts.evidence import MIN_LINES, Evidence, Lines, WorkerFacts, number_or_none
 
 _STATUS_FILE = re.compile(r"rank-(\d{1,6})\.json")
 # The content of a worker's status file, and when it was written, as Unix time.
@@ -40,7 +41,7 @@ class EvidenceReader:
         self._files = files
         self._metrics, self._events = _Growing(files.metrics), _Growing(files.events)
         self._lines, self._head = Lines(), Lines()
-        self._world_event: WorldEvent | None = None
+        self._world_event: Event | None = None
 
     def read(
         self,
@@ -90,7 +91,7 @@ class EvidenceReader:
             self._world_event = None
         for record in records:
             if record.get("event") == "world" and is_count(record.get("step")):
-                self._world_event = WorldEvent(record["step"], _mapping(record.get("details")))
+                self._world_event = Event("world", record["step"], _mapping(record.get("details")))
 
 
 class _Growing:
@@ -117,11 +118,10 @@ class _Growing:
 
 def _head(path: Path) -> list[dict[str, Any]]:
     """The first line."""
-    try:
-        value = first_line(path) if path.is_file() else None  # opening a pipe would block
-    except OSError:
-        return []
-    return [value] if isinstance(value, dict) else []
+    with suppress(OSError):
+        if path.is_file() and isinstance(value := first_line(path), dict):  # opening a pipe would block
+            return [value]
+    return []
 
 
 def worker_files(files: RunFiles) -> dict[int, WorkerFile]:

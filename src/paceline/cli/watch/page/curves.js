@@ -24,16 +24,6 @@ function* flat(values, prefix = "") {
   }
 }
 
-export class Curve {
-  constructor() {
-    this.raw = new Series();
-    this.version = 0;
-    this.isThinned = false;
-    this.detail = null;
-    this.views = new Map();
-  }
-}
-
 export class Curves {
   constructor() {
     this.clear();
@@ -41,7 +31,6 @@ export class Curves {
 
   clear() {
     this.byName = new Map();
-    this.lastStep = 0;
     this.version = 0;
     this.epochStarts = {version: -1, series: null};
   }
@@ -52,13 +41,9 @@ export class Curves {
   has(name) {
     return this.byName.has(name);
   }
-  last(name) {
-    return this.byName.get(name)?.raw.last;
-  }
 
   /** An answer of /metrics. What was known of its steps is replaced: a sample may have lines that were superseded. */
   add(answer) {
-    this.lastStep = Math.max(this.lastStep, answer.last_step ?? 0);
     for (const {name, steps, values, is_thinned} of answer.series) {
       const curve = this.#curve(name),
         {x, y, length} = curve.raw,
@@ -89,7 +74,6 @@ export class Curves {
       const {step, ...values} = parsed(line);
       if (step === undefined && isCount(values.resumed_from)) this.#truncate(values.resumed_from);
       if (!isCount(step)) continue;
-      this.lastStep = Math.max(this.lastStep, step);
       for (const [name, value] of flat(values)) {
         const curve = this.#curve(name);
         curve.raw.push(step, value);
@@ -141,7 +125,8 @@ export class Curves {
   }
 
   #curve(name) {
-    if (!this.byName.has(name)) this.byName.set(name, new Curve());
+    if (!this.byName.has(name))
+      this.byName.set(name, {raw: new Series(), version: 0, isThinned: false, detail: null, views: new Map()});
     return this.byName.get(name);
   }
 
@@ -151,7 +136,6 @@ export class Curves {
   }
 
   #truncate(step) {
-    this.lastStep = Math.min(this.lastStep, step);
     for (const curve of this.byName.values()) {
       curve.raw.truncate(step);
       curve.detail = null;

@@ -34,8 +34,8 @@ export class RunPage {
     this.tools.show();
   };
 
-  constructor(source, view, tip, id, canControl, onstate) {
-    Object.assign(this, {source, view, tip, id, canControl, onstate});
+  constructor(source, view, tip, id, onstate) {
+    Object.assign(this, {source, view, tip, id, onstate});
     this.curves = new Curves();
     this.board = new Board(view, (from, to) => this.#loadDetail(from, to));
     this.board.pace.onchange = () => this.follow();
@@ -143,14 +143,10 @@ export class RunPage {
     }, 1250 * this.board.pace.interval_s);
   }
 
-  /** The view changed: axis, smoothing, range. */
+  /** The view changed (axis, smoothing, range), or the colours. */
   refresh() {
     this.board.readRange();
     this.tools.show();
-    this.board.draw();
-  }
-
-  redraw() {
     this.board.draw();
   }
 
@@ -209,7 +205,7 @@ export class RunPage {
     this.run = run;
     const title = `${run.total_steps ? `${percent(run.step / run.total_steps)} ` : ""}${run.name} · paceline`;
     if (document.title !== title) document.title = title;
-    this.summary.show(run, this.canControl());
+    this.summary.show(run);
     this.checkpoints.tick();
     this.lanes.show(run, this.#events);
     this.planSection.hidden = !run.plan;

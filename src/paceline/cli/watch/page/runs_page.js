@@ -93,10 +93,6 @@ export class RunsPage {
     if (!document.hidden && this.source.isLive) this.load().catch(error => this.onstate(error.message));
   }
 
-  redraw() {
-    this.#show();
-  }
-
   refresh() {
     this.board.readRange();
     this.tools.show();

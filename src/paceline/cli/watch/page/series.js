@@ -14,9 +14,6 @@ export class Series {
     this.high = new Int32Array(Math.ceil(capacity / BLOCK));
   }
 
-  get last() {
-    return this.length ? this.y[this.length - 1] : undefined;
-  }
   get end() {
     return this.length ? this.x[this.length - 1] : undefined;
   }

@@ -85,11 +85,11 @@ export class RunSummary {
     );
   }
 
-  show(run, canControl) {
+  show(run) {
     this.run = run;
     setText(this.name, run.name);
     showState(this.chip, run.state);
-    this.buttons.hidden = !(canControl && run.state === "live" && this.source.isLive);
+    this.buttons.hidden = !(run.state === "live" && this.source.isLive);
     const facts = [
       run.reason,
       run.started && `started ${moment(run.started)}`,

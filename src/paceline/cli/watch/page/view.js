@@ -7,7 +7,6 @@ const DEFAULTS = new Map([
   ["log", ""],
   ["from", ""],
   ["to", ""],
-  ["hide", ""],
   ["rank", ""],
   ["q", ""],
   ["state", ""],
