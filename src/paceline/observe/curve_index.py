@@ -20,25 +20,20 @@ MAX_NAMES = 300
 
 
 class CurveIndex:
-    """Not thread-safe. inode: of the file that was read. num_bytes: how much of it was read."""
+    """Not thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._reader = LineReader(path)
         self._curves: dict[str, Curve] = {}
-        self.inode = path.stat().st_ino
 
     @property
     def num_bytes(self) -> int:
+        """How much of the file was read."""
         return self._reader.offset
 
     @property
     def is_current(self) -> bool:
-        """Whether this is still the file that was read."""
-        try:
-            found = self._reader.path.stat()
-        except OSError:
-            return False
-        return found.st_ino == self.inode and found.st_size >= self.num_bytes
+        return self._reader.is_current
 
     def read(self) -> Iterator[None]:
         """Read new lines of the file, about a megabyte per iteration."""

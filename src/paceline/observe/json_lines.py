@@ -60,10 +60,21 @@ class LineReader:
     """
 
     def __init__(self, path: Path, *, tail: bool = False, start: int = 0, stop: int | None = None) -> None:
+        found = path.stat()
         self.path = path
         self.num_unreadable = 0
-        self.offset = max(0, path.stat().st_size - TAIL_BYTES) if tail else start
+        self.offset = max(0, found.st_size - TAIL_BYTES) if tail else start
         self._stop = stop
+        self._inode = found.st_ino
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the path still leads to the file that was read, which only grew."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return False
+        return found.st_ino == self._inode and found.st_size >= self.offset
 
     def read(self) -> list[dict[str, Any]]:
         """The objects of all new lines."""
@@ -156,7 +167,7 @@ def replace_file(path: Path, content: bytes | Iterable[bytes], *, sync: bool = F
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
@@ -164,6 +175,10 @@ def replace_file(path: Path, content: bytes | Iterable[bytes], *, sync: bool = F
 def is_number(value: Any) -> bool:
     """Whether a metric may have this value: a float or a 64-bit integer."""
     return isinstance(value, float) or (type(value) is int and -(1 << 63) < value < 1 << 63)
+
+
+def number_or_none(value: Any) -> float | None:
+    return value if is_number(value) else None
 
 
 def is_count(value: Any) -> bool:

@@ -27,7 +27,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.observe.json_lines import LineReader, LineWriter, first_line, is_count, is_number, lines_from_end
+from paceline.observe.json_lines import (
+    LineReader,
+    LineWriter,
+    first_line,
+    is_count,
+    is_number,
+    lines_from_end,
+    parse_lines,
+)
 
 RESUMED_FROM = "resumed_from"
 SAMPLES = "samples"
@@ -103,7 +111,7 @@ class Curve:
         self._mean = 0.0
         self.is_thinned = False
 
-    def add(self, steps: Sequence[int], values: Sequence[float]) -> None:
+    def add(self, steps: Sequence[int] | Steps, values: Sequence[float] | Values) -> None:
         added = np.array(steps, np.int64), np.array(values, np.float64)
         self._added.append(added)
         finite = added[1][np.isfinite(added[1])]
@@ -351,6 +359,11 @@ def _add_column(columns: Columns, name: str, steps: list[int], values: list[Any]
                 known = columns.setdefault(flat, ([], []))
                 known[0].append(step)
                 known[1].append(number)
+
+
+def parse_records(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    """The lines about steps, and the resumes."""
+    return [record for record in parse_lines(lines) if is_step(record) or is_resume(record)]
 
 
 def is_step(record: Any) -> bool:

@@ -243,7 +243,7 @@ def _series(
 
 def _thinned(steps: Steps, values: Numbers) -> tuple[Steps, Numbers]:
     curve = Curve()
-    curve.add(steps.tolist(), values.tolist())
+    curve.add(steps, values)
     return curve.points
 
 

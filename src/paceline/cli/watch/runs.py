@@ -15,8 +15,8 @@ from typing import Any
 
 from paceline.cli.commands import CommandError
 from paceline.cli.watch.safe_files import document, file_stat, read_bytes
-from paceline.observe.json_lines import is_count, is_number, parse_lines
-from paceline.observe.metrics import RESUMED_FROM, flat_items, is_resume, is_step, not_superseded, step_of
+from paceline.observe.json_lines import is_count, is_number, number_or_none
+from paceline.observe.metrics import RESUMED_FROM, flat_items, is_resume, not_superseded, parse_records, step_of
 from paceline.observe.run_files import MAX_CONFIG_BYTES, RunFiles, State, Status, read_status, state_of
 
 TAIL_BYTES, LONG_TAIL_BYTES = 16 << 10, 1 << 20
@@ -83,8 +83,7 @@ class RunEntry:
 
     def _read_tail(self, tail: bytes, *, is_same: bool) -> None:
         """is_same: of the file whose tail was read before."""
-        complete = chosen_lines(tail, is_cut=len(tail) < self.metrics_bytes)
-        lines = [record for record in parse_lines(complete) if is_step(record) or is_resume(record)]
+        lines = parse_records(chosen_lines(tail, is_cut=len(tail) < self.metrics_bytes))
         counted = not_superseded(lines)
         shares = [found for record in counted if isinstance(found := record.get("shares"), list)]
         alike = [found for found in shares if len(found) == len(shares[-1]) and all(map(is_number, found))]
@@ -119,7 +118,8 @@ class RunEntry:
         ended = status.ended if status else None
         is_live = state == "live"
         left_s = self.pace_s * max(total - step, 0) if is_live and self.pace_s is not None and total else None
-        numbers = {name: number(self.last.get(name)) for name in ("loss", "lr", "samples_per_s", "tokens_per_s")}
+        names = ("epoch", "loss", "lr", "samples_per_s", "tokens_per_s")
+        numbers = {name: number_or_none(self.last.get(name)) for name in names}
         evaluation = self.last.get("eval")
         return {
             "id": self.id,
@@ -134,8 +134,7 @@ class RunEntry:
             "host": status.host if status else None,
             "step": step,
             "total_steps": total,
-            "epoch": number(self.last.get("epoch")),
-            "time_s": number(self.last.get("time")),
+            "time_s": number_or_none(self.last.get("time")),
             "eta_s": left_s,
             **numbers,
             "num_workers": self.num_workers,
@@ -165,10 +164,6 @@ def chosen_lines(tail: bytes, *, is_cut: bool) -> list[bytes]:
     if (place := tail.rfind(b'"eval"', begin, start)) > 0:
         older.append(tail[tail.rfind(b"\n", 0, place) + 1 : tail.find(b"\n", place)])
     return [*older, *tail[start : max(end, start)].strip(b"\n").split(b"\n")]
-
-
-def number(value: Any) -> float | None:
-    return value if is_number(value) else None
 
 
 class Runs:

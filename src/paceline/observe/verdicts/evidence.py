@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from paceline.core.events import Event
-from paceline.observe.json_lines import is_count, is_number
+from paceline.observe.json_lines import is_count, is_number, number_or_none
 from paceline.observe.metrics import RESUMED_FROM, is_resume
 
 # Recent lines: at least MIN_LINES, and enough to cover RECENT_S, at most MAX_LINES.
@@ -226,10 +226,6 @@ def _median_without(ordered: Sequence[float], value: float) -> float:
     place, count = bisect_left(ordered, value), len(ordered)
     low, high = (i + (i >= place) for i in ((count - 2) // 2, (count - 1) // 2))
     return (ordered[low] + ordered[high]) / 2
-
-
-def number_or_none(value: Any) -> float | None:
-    return float(value) if is_number(value) else None
 
 
 def _finite(value: Any) -> float | None:

@@ -6,12 +6,11 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from stat import S_ISREG
 from time import time
 from typing import Any
 
 from paceline.core.events import Event
-from paceline.observe.json_lines import LineReader, first_line, is_count
+from paceline.observe.json_lines import LineReader, first_line, is_count, number_or_none
 from paceline.observe.run_files import (
     RunFiles,
     State,
@@ -22,7 +21,7 @@ from paceline.observe.run_files import (
     state_of,
     unchanged,
 )
-from paceline.observe.verdicts.evidence import MIN_LINES, Evidence, Lines, WorkerFacts, number_or_none
+from paceline.observe.verdicts.evidence import MIN_LINES, Evidence, Lines, WorkerFacts
 
 _STATUS_FILE = re.compile(r"rank-(\d{1,6})\.json")
 # The content of a worker's status file, and when it was written, as Unix time.
@@ -100,18 +99,16 @@ class _Growing:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._reader: LineReader | None = None
-        self._inode = 0
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
         """The new records, and whether the file is another one than before."""
         try:
-            found = self._path.stat()
-            if not S_ISREG(found.st_mode):
+            if not self._path.is_file():  # opening a pipe would block
                 return [], False
-            is_other = self._reader is None or self._inode != found.st_ino or self._reader.offset > found.st_size
-            if self._reader is None or is_other:
-                self._reader, self._inode = LineReader(self._path, tail=True), found.st_ino
-            return ([] if self._reader.offset == found.st_size else self._reader.read()), is_other
+            before = self._reader
+            if before is None or not before.is_current:
+                self._reader = LineReader(self._path, tail=True)
+            return self._reader.read(), self._reader is not before
         except OSError:
             return [], False
 

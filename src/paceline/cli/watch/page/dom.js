@@ -30,7 +30,7 @@ export function setClass(node, name) {
  * Makes the children of `parent` show `items`, in their order. Elements of known keys are kept and updated.
  * create(item) returns an element; update(element, item) fills it.
  */
-export function showList(parent, items, keyOf, create, update) {
+export function showList(parent, items, keyOf, create, update = () => {}) {
   const known = parent.shownByKey ?? new Map();
   const next = new Map();
   let at = parent.firstChild;
@@ -47,6 +47,15 @@ export function showList(parent, items, keyOf, create, update) {
   parent.shownByKey = next;
 }
 
+/** Forgets the entries of `map` whose keys are not in `keys` (a Set or Map), after `close(value)`. */
+export function retain(map, keys, close) {
+  for (const [key, value] of map)
+    if (!keys.has(key)) {
+      close(value);
+      map.delete(key);
+    }
+}
+
 /** A part of the page with its title. */
 export function section(title, id, ...children) {
   return el(
@@ -58,7 +67,8 @@ export function section(title, id, ...children) {
 }
 
 /** attributes: of the element, as for `el`. */
-export const button = (label, onclick, attributes = {}) => el("button", {type: "button", ...attributes, onclick}, label);
+export const button = (label, onclick, attributes = {}) =>
+  el("button", {type: "button", ...attributes, onclick}, label);
 
 /** A link within the page; with Ctrl, Shift and the like the browser opens it. */
 export function link(label, onopen, attributes = {}) {

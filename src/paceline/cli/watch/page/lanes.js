@@ -1,7 +1,7 @@
 /** A lane per worker: what it did with its time, over the same axis as the plots, and what it is. */
 
 import {isSamePixel} from "./board.js";
-import {el, setClass, setStyle, setText, showList} from "./dom.js";
+import {el, retain, setClass, setStyle, setText, showList} from "./dom.js";
 import {axisValue, bytes, count, duration, MISSING, percent, tick} from "./format.js";
 import {drawMarks, marksNear} from "./marks.js";
 import {colors, KINDS} from "./palette.js";
@@ -52,12 +52,7 @@ export class Lanes {
       (_, worker) =>
         this.#lanes.get(keyOf(worker)).show(worker, run, worker.left ? undefined : verdicts.get(worker.rank))
     );
-    const keys = new Set(shown.map(keyOf));
-    for (const [key, lane] of this.#lanes)
-      if (!keys.has(key)) {
-        this.board.remove(lane);
-        this.#lanes.delete(key);
-      }
+    retain(this.#lanes, new Set(shown.map(keyOf)), lane => this.board.remove(lane));
     this.node.hidden = run.workers.length === 0;
   }
 
@@ -77,7 +72,7 @@ export class Lanes {
  * Workers that left and were not replaced, where the others have moved up: their ranks are those of others now.
  * As workers of /api/runs/ID, with `left`: the event.
  */
-function departed(run, events) {
+export function departed(run, events) {
   const found = [],
     known = new Set(run.workers.filter(worker => worker.is_alive === false).map(worker => worker.rank));
   for (const event of run.state === "live" ? events.toReversed() : []) {

@@ -25,6 +25,9 @@ const STATES = ["live", "finished", "stopped", "failed", "crashed"].map(state =>
 
 export class RunsTable {
   #limit = PAGE_ROWS;
+  /** All rows, and the ids that the search found, or null. */
+  runs = [];
+  found = null;
 
   /** onpick(id): the box of a run was clicked. */
   constructor(view, onpick) {
@@ -46,7 +49,7 @@ export class RunsTable {
     const {node, body} = table([el("th", {class: "pick"}), ...this.heads], {class: "runs"});
     const showAll = () => {
       this.#limit = Infinity;
-      this.show(this.runs, this.colors, this.found);
+      this.show(this.colors);
     };
     this.body = body;
     this.more = button("", showAll, {hidden: true});
@@ -59,9 +62,9 @@ export class RunsTable {
     );
   }
 
-  /** runs: all rows; colors: run id to index of its colour, for those that are drawn; found: ids of the search, or null. */
-  show(runs, colors, found) {
-    Object.assign(this, {runs, colors, found});
+  /** colors: run id to index of its colour, for those that are drawn. */
+  show(colors) {
+    this.colors = colors;
     if (this.search.value !== this.view.get("q") && document.activeElement !== this.search)
       this.search.value = this.view.get("q");
     this.states.choose(this.view.get("state"));
@@ -72,12 +75,8 @@ export class RunsTable {
         sort.slice(1) !== head.dataset.column ? "none" : sort[0] === "-" ? "descending" : "ascending"
       );
     const shown = this.visible();
-    setText(
-      this.count,
-      shown.length === runs.length
-        ? `${count(runs.length)} runs`
-        : `${count(shown.length)} of ${count(runs.length)} runs`
-    );
+    const total = `${count(this.runs.length)} runs`;
+    setText(this.count, shown.length === this.runs.length ? total : `${count(shown.length)} of ${total}`);
     showList(
       this.body,
       shown.slice(0, this.#limit),

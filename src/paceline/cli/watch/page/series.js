@@ -123,14 +123,10 @@ export class Series {
 
   #grow() {
     const capacity = 2 * this.x.length;
-    for (const name of ["x", "y"]) {
-      const grown = new Float64Array(capacity);
-      grown.set(this[name]);
-      this[name] = grown;
-    }
-    for (const name of ["low", "high"]) {
-      const grown = new Int32Array(Math.ceil(capacity / BLOCK));
-      grown.set(this[name]);
+    for (const name of ["x", "y", "low", "high"]) {
+      const before = this[name],
+        grown = new before.constructor(name.length === 1 ? capacity : Math.ceil(capacity / BLOCK));
+      grown.set(before);
       this[name] = grown;
     }
   }
