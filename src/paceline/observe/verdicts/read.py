@@ -105,10 +105,11 @@ class _Growing:
         try:
             if not self._path.is_file():  # opening a pipe would block
                 return [], False
-            before = self._reader
-            if before is None or not before.is_current:
-                self._reader = LineReader(self._path, tail=True)
-            return self._reader.read(), self._reader is not before
+            reader = self._reader
+            if reader is None or not reader.is_current:
+                reader = LineReader(self._path, tail=True)
+            is_other, self._reader = reader is not self._reader, reader
+            return reader.read(), is_other
         except OSError:
             return [], False
 
