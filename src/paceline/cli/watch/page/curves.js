@@ -1,7 +1,7 @@
 /** The metrics of one run: a curve per name, by step, and the same curves over epochs or time, smoothed or not. */
 
 import {number} from "./source.js";
-import {Series} from "./series.js";
+import {firstGreater, Series} from "./series.js";
 
 const NOT_FINITE = ["NaN", "Infinity", "-Infinity"];
 
@@ -111,17 +111,11 @@ export class Curves {
     if (axis === "step") return place;
     const map = this.#map(axis);
     if (!map?.length) return NaN;
-    let low = 0,
-      high = map.length - 1;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (map.y[middle] < place) low = middle + 1;
-      else high = middle;
-    }
-    if (low === 0) return map.x[0];
-    const span = map.y[low] - map.y[low - 1];
-    const part = span > 0 ? Math.min(1, (place - map.y[low - 1]) / span) : 1;
-    return map.x[low - 1] + part * (map.x[low] - map.x[low - 1]);
+    const i = firstGreater(map.y, place, 0, map.length - 1);
+    if (i === 0) return map.x[0];
+    const span = map.y[i] - map.y[i - 1];
+    const part = span > 0 ? Math.min(1, (place - map.y[i - 1]) / span) : 1;
+    return map.x[i - 1] + part * (map.x[i] - map.x[i - 1]);
   }
 
   #curve(name) {
