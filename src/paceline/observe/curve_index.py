@@ -40,7 +40,9 @@ class CurveIndex:
         for block in self._reader.blocks():
             for is_a_resume, records in groupby(block, is_resume):
                 if is_a_resume:
-                    self._drop_after(min(record[RESUMED_FROM] for record in records))
+                    step = min(record[RESUMED_FROM] for record in records)
+                    for curve in self._curves.values():
+                        curve.drop_after(step)
                 else:
                     self._add([record for record in records if is_step(record)])
             yield
@@ -53,7 +55,3 @@ class CurveIndex:
         for name, (steps, values) in columns_of(records).items():
             if name in self._curves or len(self._curves) < MAX_NAMES:
                 self._curves.setdefault(name, Curve()).add(steps, values)
-
-    def _drop_after(self, step: int) -> None:
-        for curve in self._curves.values():
-            curve.drop_after(step)

@@ -35,8 +35,7 @@ class _Entry:
 class Indexes:
     """Thread-safe. One file is read at a time."""
 
-    def __init__(self, delay_s: float = DELAY_S) -> None:
-        self._delay_s = delay_s
+    def __init__(self) -> None:
         self._entries: dict[Path, _Entry] = {}  # the most recently used last
         self._lock = Lock()
         self._turn = Lock()
@@ -61,7 +60,7 @@ class Indexes:
             return entry.index.curves()
 
     def _read(self, entry: _Entry) -> None:
-        sleep(self._delay_s)
+        sleep(DELAY_S)
         with self._turn, suppress(OSError):  # the run was deleted
             for _ in entry.index.read():
                 if not entry.is_wanted:
