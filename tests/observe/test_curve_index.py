@@ -21,7 +21,7 @@ def write(path: Path, *records: Any) -> Path:
 def read(index: CurveIndex) -> dict[str, dict[int, float]]:
     for _ in index.read():
         pass
-    return {name: dict(zip(*map(list, curve), strict=True)) for name, curve in index.curves().items()}
+    return {name: dict(zip(each.steps, each.values, strict=True)) for name, each in index.curves().items()}
 
 
 def test_extremes_of_a_long_file_are_kept(tmp_path: Path) -> None:

@@ -154,3 +154,21 @@ def test_unreadable_lines_and_odd_values_do_no_harm(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.touch()
     assert read_window(empty) == Window()
+
+
+@pytest.mark.usefixtures("sampled")
+@pytest.mark.parametrize("resumed_at", range(1000, 1060, 8))
+def test_a_resume_between_two_places_of_a_sample_is_seen(tmp_path: Path, resumed_at: int) -> None:
+    """It drops fewer steps than lie between the places, so the steps of these are in order."""
+    path = tmp_path / "m"
+    write(path, *lines(1, resumed_at), {"resumed_from": resumed_at - 20}, *lines(resumed_at - 19, 4000, loss=-1.0))
+    for last in range(resumed_at - 19, resumed_at + 1):
+        window = read_window(path, ["loss"], last - 3, last, exact=True)
+        truth = {step: float(step) if step <= resumed_at - 20 else -1.0 for step in range(last - 3, last + 1)}
+        assert curve(window, "loss") == truth
+
+
+@pytest.mark.usefixtures("sampled")
+def test_the_last_step_of_a_run_that_was_just_resumed_from_far_back(tmp_path: Path) -> None:
+    path = write(tmp_path / "m", *lines(1, 1000), {"resumed_from": 100})
+    assert read_window(path, ["loss"]).last_step == 100

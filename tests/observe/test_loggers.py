@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import tracemalloc
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -159,6 +160,21 @@ def test_a_csv_goes_on_behind_the_step_it_resumes_from(tmp_path: Path) -> None:
         ("20", "20.0", "0.5"),
         ("30", "3.0", ""),
     ]
+
+
+def test_a_long_csv_goes_on_without_being_read_into_memory(tmp_path: Path) -> None:
+    path = tmp_path / "m.csv"
+    path.write_text("step,loss\r\n" + "".join(f"{step},1.0\r\n" for step in range(1, 20_001)) + "20001,1.", newline="")
+    tracemalloc.start()
+    logger = CsvLogger(path, start_step=19_999)
+    logger.log(20_000, {"loss": 2.0, "lr": 0.5})
+    logger.close()
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes < 1 << 20
+    found = table(path)
+    assert (len(found), found[-2]["step"]) == (20_000, "19999")
+    assert found[-1] == {"step": "20000", "loss": "2.0", "lr": "0.5"}
 
 
 def test_a_csv_of_somebody_else_is_not_touched(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from paceline.observe import json_lines
 from paceline.observe import metrics as metrics_module
 from paceline.observe.json_lines import to_json
-from paceline.observe.metrics import MetricsWriter, columns_of, flat_items, read_curves
+from paceline.observe.metrics import CountedLines, MetricsWriter, columns_of, flat_items, read_curves
 from paceline.observe.run_files import RunFiles
 from paceline.observe.summary import summarize
 
@@ -330,3 +330,50 @@ def test_columns_are_what_flat_items_has(record: dict[str, Any]) -> None:
         for name, number in flat_items({key: value for key, value in line.items() if key != "step"}):
             expected.setdefault(name, []).append((line["step"], number))
     assert {name: list(zip(*found, strict=True)) for name, found in columns_of(lines).items()} == expected
+
+
+def test_a_long_run_goes_on_without_reading_its_whole_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [{"step": step, "time": step / 2, "samples": 8 * step} for step in range(1, 5001)]
+    superseded = [{"step": step, "time": 9e9, "samples": 1 << 40} for step in range(4991, 5101)]
+    records = [*lines, *superseded, {"resumed_from": 4990}, {"step": 4995, "time": 2500.0, "eval": {"loss": 1}}]
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    parsed: list[bytes] = []
+    original = json_lines.parse_lines
+
+    def parse_lines(lines: Any) -> list[Any]:
+        parsed.extend(lines)
+        return original(lines)
+
+    monkeypatch.setattr(json_lines, "parse_lines", parse_lines)
+    monkeypatch.setattr(json_lines, "_READ_BYTES", 1000)
+    Clock(monkeypatch)
+    writer = MetricsWriter(path, start_step=4995)
+    writer.log(4996, {"loss": 1.0}, num_samples=8)
+    assert len(parsed) < 400
+    assert json.loads(path.read_bytes().splitlines()[-1]) == {
+        "step": 4996,
+        "time": 2500.0,
+        "loss": 1.0,
+        "samples": 8 * 4991,
+    }
+
+
+def test_a_resume_that_is_written_while_a_file_is_read_is_not_seen_by_halves(path: Path) -> None:
+    write(path, 1, 2, 3)
+    lines = CountedLines(path)
+    write(path, 2, start_step=1)
+    assert [record["step"] for block in lines.blocks() for record in block] == [1, 2, 3]
+    assert list(losses(path)) == [1, 2]
+
+
+def test_the_mean_rate_of_a_thinned_run_whose_last_line_is_an_evaluation(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_module, "MAX_POINTS", 16)
+    monkeypatch.setattr(metrics_module, "_BUFFER_POINTS", 64)
+    lines = [{"step": step, "time": step / 4, "samples": 8 * step} for step in range(1, 1001)]
+    after = [{"step": 1000 + i, "time": 250.0 + i, "eval": {"loss": 1.0}} for i in range(1, 9)]
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in [*lines, *after]))
+    found = read_curves(path, ("time", "samples"))
+    assert len(found.series("time")[0]) <= 16
+    assert metrics_module.mean_samples_per_s(path, found) == pytest.approx(32.0, rel=0.05)  # the time is interpolated

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from paceline.observe.json_lines import TAIL_BYTES, parse_lines
+from paceline.observe.json_lines import TAIL_BYTES
 from paceline.observe.metrics import (
     RESUMED_FROM,
     CountedLines,
@@ -25,9 +25,9 @@ from paceline.observe.metrics import (
     Curves,
     Steps,
     Values,
-    is_resume,
     is_step,
     not_superseded,
+    parse_records,
     step_of,
 )
 
@@ -98,7 +98,7 @@ def read_window(
         tail_start = max(0, size - TAIL_BYTES)
         last_newline = os.pread(descriptor, size - tail_start, tail_start).rfind(b"\n")
         ends = [_lines_at(descriptor, 0, TAIL_BYTES), _lines_at(descriptor, tail_start, TAIL_BYTES)]
-        head, tail = map(_parse, ends)
+        head, tail = map(parse_records, ends)
         line_bytes = max(map(len, [*ends[0], *ends[1], b""])) + 1
         part, places = _Part(0, size, math.inf), []
         while part.stop - part.start > EXACT_BYTES:
@@ -120,7 +120,7 @@ def read_window(
     names = curves.names()
     return Window(
         first_step=min((record["step"] for record in head if "step" in record), default=0),
-        last_step=max((record["step"] for record in not_superseded(tail)), default=0),
+        last_step=step_of(tail[-1]) if tail else 0,
         offset=tail_start + last_newline + 1,
         is_sampled=is_sampled,
         names=names,
@@ -143,13 +143,13 @@ def _common_key(names: Sequence[str]) -> bytes:
 def _narrowed(part: _Part, places: Sequence[_Place], first: int, last: float, line_bytes: int) -> _Part:
     """The range within `part` that contains all lines about these steps."""
     start, stop, limit = part
-    bound = limit  # the smallest step so far, from the end
+    bound, end = limit, stop  # the smallest step so far, from the end, and where its line may end
     for offset, block in reversed(places):
         if not block or (step := step_of(block[0])) > bound:
             continue  # superseded
         if step > last and is_step(block[0]):  # a resume may be anywhere after its offset
-            stop, limit = min(offset + 2 * line_bytes, part.stop), step  # a line in the range may end here
-        bound = step
+            stop, limit = end, bound  # up to the next place: a resume before it may have no place between them
+        bound, end = step, min(offset + 2 * line_bytes, part.stop)
         if step < first:
             start = offset
             break
@@ -162,7 +162,7 @@ def _sample(descriptor: int, part: _Part, line_bytes: int) -> Iterator[_Place]:
     count = max(min(MAX_PLACES, SAMPLE_BYTES // block_bytes), 64)
     stride = max((part.stop - part.start) // count, 1)
     for offset in range(part.start, part.stop, stride):
-        yield offset, _parse(_lines_at(descriptor, offset, min(block_bytes, part.stop - offset)))
+        yield offset, parse_records(_lines_at(descriptor, offset, min(block_bytes, part.stop - offset)))
 
 
 def _with_resumes(path: Path, places: list[_Place], line_bytes: int) -> list[_Place]:
@@ -186,7 +186,3 @@ def _lines_at(descriptor: int, offset: int, num_bytes: int) -> list[bytes]:
     block = os.pread(descriptor, num_bytes, offset)
     begin = block.find(b"\n") + 1 if offset else 0
     return block[begin : block.rfind(b"\n")].split(b"\n") if block.rfind(b"\n") > begin else []
-
-
-def _parse(lines: Sequence[bytes]) -> list[Any]:
-    return [record for record in parse_lines(lines) if is_step(record) or is_resume(record)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
@@ -60,10 +60,21 @@ class LineReader:
     """
 
     def __init__(self, path: Path, *, tail: bool = False, start: int = 0, stop: int | None = None) -> None:
+        found = path.stat()
         self.path = path
         self.num_unreadable = 0
-        self.offset = max(0, path.stat().st_size - TAIL_BYTES) if tail else start
+        self.offset = max(0, found.st_size - TAIL_BYTES) if tail else start
         self._stop = stop
+        self._inode = found.st_ino
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the path still leads to the file that was read, which only grew."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return False
+        return found.st_ino == self._inode and found.st_size >= self.offset
 
     def read(self) -> list[dict[str, Any]]:
         """The objects of all new lines."""
@@ -91,6 +102,18 @@ class LineReader:
                     values = parse_lines(kept)
                     self.num_unreadable += len(kept) - len(values)
                     yield values
+
+
+def lines_from_end(path: Path, containing: Sequence[bytes]) -> Iterator[Any]:
+    """The values of the lines that contain one of these, the last one first."""
+    rest = b""
+    with path.open("rb") as file:
+        for end in range(file.seek(0, os.SEEK_END), 0, -_READ_BYTES):
+            start = max(0, end - _READ_BYTES)
+            file.seek(start)
+            lines = (file.read(end - start) + rest).split(b"\n")
+            rest = lines.pop(0) if start else b""
+            yield from reversed(parse_lines([line for line in lines if any(each in line for each in containing)]))
 
 
 def first_line(path: Path) -> Any:
@@ -131,25 +154,31 @@ def to_json(value: Any, *, indent: int | None = None) -> str:
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
-def replace_file(path: Path, content: bytes, *, sync: bool = False) -> None:
-    """Replace a file atomically: readers see the old or the new content. sync: also after a power failure."""
+def replace_file(path: Path, content: bytes | Iterable[bytes], *, sync: bool = False) -> None:
+    """Replace a file atomically: readers see the old or the new content. sync: also after a power failure.
+
+    content: may be in parts, which may be read from the old file.
+    """
     temporary = path.with_name(f".{path.name}.new")
     try:
         with temporary.open("wb") as file:
-            file.write(content)
+            file.writelines([content] if isinstance(content, bytes) else content)
             if sync:
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
 def is_number(value: Any) -> bool:
     """Whether a metric may have this value: a float or a 64-bit integer."""
-    kind = type(value)
-    return kind is float or (kind is int and -(1 << 63) < value < 1 << 63) or isinstance(value, float)
+    return isinstance(value, float) or (type(value) is int and -(1 << 63) < value < 1 << 63)
+
+
+def number_or_none(value: Any) -> float | None:
+    return value if is_number(value) else None
 
 
 def is_count(value: Any) -> bool:

@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import csv
-import io
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from difflib import get_close_matches
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from types import SimpleNamespace
+from typing import Any, ClassVar, Protocol, TextIO
 
 from paceline.core.imports import optional
 from paceline.observe.best_effort import attempt, describe, warn
@@ -89,39 +90,37 @@ class CsvLogger:
     """
 
     def __init__(self, path: Path, start_step: int = 0) -> None:
+        path.touch()
         self._path = path
-        self._columns = ["step"]
-        rows = self._read() if path.exists() else []
-        self._file = self._rewrite([row for row in rows if int(row["step"]) <= start_step])
+        self._file = self._rewrite(start_step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         if new := [name for name in values if name not in self._columns]:
             self._file.close()
-            rows = self._read()
-            self._columns += new
-            self._file = self._rewrite(rows)
+            self._file = self._rewrite(step, new)
         csv.DictWriter(self._file, self._columns, restval="").writerow({**values, "step": step})
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
 
-    def _read(self) -> list[dict[str, str]]:
-        """Read the columns, and the complete rows: a killed process may leave a partial last line."""
-        text = self._path.read_text(encoding="utf-8", errors="replace")
-        reader = csv.DictReader(io.StringIO(text[: text.rfind("\n") + 1], newline=""))
-        self._columns = list(reader.fieldnames or ["step"])
-        if "step" not in self._columns:
-            raise ValueError(f"{self._path} has no column 'step', so CsvLogger did not write it: choose another file")
-        return [row for row in reader if (row["step"] or "").isdecimal() and None not in row.values()]
+    def _rewrite(self, last_step: int, new: Sequence[str] = ()) -> TextIO:
+        """Add columns and remove later rows, and the partial one of a killed process; returns the file to append to.
 
-    def _rewrite(self, rows: Sequence[Mapping[str, str]]) -> TextIO:
-        """Write these rows; returns the file, open for appending."""
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, self._columns, restval="", extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
-        replace_file(self._path, text.getvalue().encode())
+        Row by row: the table of a long run may be larger than memory.
+        """
+        with self._path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+            old = csv.DictReader(line for line in file if line.endswith("\n"))
+            self._columns = [*(old.fieldnames or ["step"]), *new]
+            if "step" not in self._columns:
+                raise ValueError(
+                    f"{self._path} has no column 'step', so CsvLogger did not write it: choose another file"
+                )
+            as_text: Any = SimpleNamespace(write=str)
+            table = csv.DictWriter(as_text, self._columns, restval="", extrasaction="ignore")
+            complete = (row for row in old if (row["step"] or "").isdecimal() and None not in row.values())
+            rows = (table.writerow(row) for row in complete if int(row["step"]) <= last_step)
+            replace_file(self._path, (text.encode() for text in chain([table.writeheader()], rows)))
         return self._path.open("a", newline="", encoding="utf-8")
 
 
@@ -178,10 +177,11 @@ class WandbLogger(_ServiceLogger):
 
     _package = "wandb"
     _resumed_by = "id"  # the service's argument that identifies a run
+    _defaults: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, name: str, config: Mapping[str, Any] | None = None, **settings: Any) -> None:
         self._module = optional(self._package, package=self._package, extra=self._package, user="its logger")
-        self._settings = {"name": name, "config": dict(config or {}), **settings}
+        self._settings = {"name": name, "config": dict(config or {}), **self._defaults, **settings}
         self._run: Any = None
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -206,9 +206,7 @@ class TrackioLogger(WandbLogger):
 
     _package = "trackio"
     _resumed_by = "name"
-
-    def __init__(self, name: str, config: Mapping[str, Any] | None = None, **settings: Any) -> None:
-        super().__init__(name, config, **{"project": "paceline", **settings})
+    _defaults: ClassVar[dict[str, Any]] = {"project": "paceline"}
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         with redirect_stdout(sys.stderr):  # it prints, and stdout may show progress

@@ -27,7 +27,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.observe.json_lines import LineReader, LineWriter, first_line, is_count, is_number
+from paceline.observe.json_lines import (
+    LineReader,
+    LineWriter,
+    first_line,
+    is_count,
+    is_number,
+    lines_from_end,
+    parse_lines,
+)
 
 RESUMED_FROM = "resumed_from"
 SAMPLES = "samples"
@@ -55,12 +63,11 @@ class MetricsWriter:
         try:
             if path.stat().st_size:
                 self._lines.write({RESUMED_FROM: start_step})
-            before = read_curves(path, ("time", SAMPLES))
+            self._start = monotonic() - _newest(path, "time")
+            self._num_samples = int(_newest(path, SAMPLES))
         except OSError:
             self._lines.close()
             raise
-        self._start = monotonic() - max(before.series("time")[1], default=0.0)
-        self._num_samples = int(before.last(SAMPLES) or 0)
 
     def log(self, step: int, values: Mapping[str, Any], num_samples: int = 0) -> None:
         """Write one line. Values are numbers, lists of one number per worker, or mappings, `{"eval": {"loss": 2}}`.
@@ -75,6 +82,17 @@ class MetricsWriter:
 
     def close(self) -> None:
         self._lines.close()
+
+
+def _newest(path: Path, name: str) -> float:
+    """The newest number of this name that counts; 0 without one. A run continues at once, however long its file is."""
+    limit = math.inf
+    for record in lines_from_end(path, (f'"{name}"'.encode(), f'"{RESUMED_FROM}"'.encode())):
+        if is_resume(record):
+            limit = min(limit, record[RESUMED_FROM])
+        elif is_step(record) and record["step"] <= limit and is_number(value := record.get(name)):
+            return float(value)
+    return 0.0
 
 
 class Curve:
@@ -93,7 +111,7 @@ class Curve:
         self._mean = 0.0
         self.is_thinned = False
 
-    def add(self, steps: Sequence[int], values: Sequence[float]) -> None:
+    def add(self, steps: Sequence[int] | Steps, values: Sequence[float] | Values) -> None:
         added = np.array(steps, np.int64), np.array(values, np.float64)
         self._added.append(added)
         finite = added[1][np.isfinite(added[1])]
@@ -143,14 +161,16 @@ class Curve:
 class Curves:
     """The metrics of a file.
 
-    wanted: the metrics, or groups such as "waiting", whose numbers are kept; None for all. is_whole: see `Curve`.
+    wanted: the metrics, or groups such as "waiting", whose numbers are kept; None for all. With "samples_per_s" those
+    of each worker are kept, too. is_whole: see `Curve`.
     num_lines: lines about steps that count. num_unreadable: skipped lines. last_step: 0 if there is none. shares,
     waiting: one number per worker, from the last line that has them. resumed_from: the steps of all resumes.
     """
 
     def __init__(self, wanted: Iterable[str] | None = None, *, is_whole: bool = False) -> None:
         self._wanted = None if wanted is None else frozenset(wanted)
-        self._groups = tuple(f"{name}/" for name in self._wanted or ())
+        groups = [f"{name}/" for name in self._wanted or ()]
+        self._groups = tuple([*groups, _WORKER_RATE] if "samples_per_s" in (self._wanted or ()) else groups)
         # Keys of a line that lead to a wanted metric: "a" and "a/b" for "a/b".
         parts = [name.split("/") for name in self._wanted or ()]
         self._keys = {"/".join(each[: i + 1]) for each in parts for i in range(len(each))}
@@ -189,7 +209,7 @@ class Curves:
             kept = {"step", *filter(self._leads_to_wanted, set[str]().union(*lines))}
             lines = [{key: line[key] for key in line if key in kept} for line in lines]
         for name, column in columns_of(lines).items():
-            if self._is_wanted(name) and (name in self.curves or len(self.curves) < MAX_NAMES):
+            if self.wants(name) and (name in self.curves or len(self.curves) < MAX_NAMES):
                 self.curves.setdefault(name, Curve(is_whole=self._is_whole)).add(*column)
                 if not name.startswith(_WORKER_RATE):
                     self._names[name] = None
@@ -205,7 +225,7 @@ class Curves:
     def _leads_to_wanted(self, key: str) -> bool:
         return key in self._keys or key.startswith(self._groups)
 
-    def _is_wanted(self, name: str) -> bool:
+    def wants(self, name: str) -> bool:
         return self._wanted is None or name in self._wanted or name.startswith(self._groups)
 
     def _add_workers(self, record: Mapping[str, Any]) -> dict[str, float]:
@@ -234,7 +254,9 @@ class CountedLines:
     def __init__(
         self, path: Path, *, tail: bool = False, start: int = 0, stop: int | None = None, limit: float = math.inf
     ) -> None:
-        self._reader, resumes = (LineReader(path, tail=tail, start=start, stop=stop) for _ in range(2))
+        stop = path.stat().st_size if stop is None else stop  # a resume that is written meanwhile is not seen once
+        self._reader = LineReader(path, tail=tail, start=start, stop=stop)
+        resumes = LineReader(path, start=self._reader.offset, stop=stop)
         found = resumes.blocks(containing=f'"{RESUMED_FROM}"'.encode())
         self.resumed_from = [record[RESUMED_FROM] for block in found for record in block if is_resume(record)]
         # The last step that counts, for the lines before each resume, and for those after the last one.
@@ -279,9 +301,11 @@ def mean_samples_per_s(path: Path, curves: Curves) -> float | None:
     """
     first = first_line(path)
     steps, samples = curves.series(SAMPLES)
-    times = dict(zip(*(part.tolist() for part in curves.series("time")), strict=True))
-    if len(steps) and isinstance(first, dict) and is_count(first.get(SAMPLES)) and is_number(first.get("time")):
-        seconds, count = times.get(int(steps[-1]), 0.0) - first["time"], float(samples[-1]) - first[SAMPLES]
+    times = curves.series("time")
+    is_known = len(steps) and len(times[0])
+    if is_known and isinstance(first, dict) and is_count(first.get(SAMPLES)) and is_number(first.get("time")):
+        # The line may be missing in a thinned curve.
+        seconds, count = np.interp(steps[-1], *times) - first["time"], float(samples[-1]) - first[SAMPLES]
         if seconds > 0 and count > 0:
             return float(count / seconds)
     return read_curves(path, ("samples_per_s",)).mean("samples_per_s")
@@ -293,11 +317,7 @@ def flat_items(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
         if is_number(value):
             yield prefix + name, value
         elif isinstance(value, list | tuple):
-            for i, item in enumerate(value):
-                if is_number(item):
-                    yield f"{prefix}{name}/{i}", item
-                else:
-                    yield from flat_items({str(i): item}, f"{prefix}{name}/")
+            yield from flat_items({str(i): item for i, item in enumerate(value)}, f"{prefix}{name}/")
         elif isinstance(value, Mapping):
             yield from flat_items(value, f"{prefix}{name}/")
         elif value is not None:
@@ -339,6 +359,11 @@ def _add_column(columns: Columns, name: str, steps: list[int], values: list[Any]
                 known = columns.setdefault(flat, ([], []))
                 known[0].append(step)
                 known[1].append(number)
+
+
+def parse_records(lines: Sequence[bytes]) -> list[dict[str, Any]]:
+    """The lines about steps, and the resumes."""
+    return [record for record in parse_lines(lines) if is_step(record) or is_resume(record)]
 
 
 def is_step(record: Any) -> bool:

@@ -22,7 +22,7 @@ import re
 import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date, datetime
 from functools import cached_property, lru_cache
@@ -199,10 +199,9 @@ def last_sign(files: RunFiles) -> float:
 
 def _is_file(path: Path) -> bool:
     """False, not an error, in a folder that may not be read."""
-    try:
+    with suppress(OSError):
         return path.is_file()
-    except OSError:
-        return False
+    return False
 
 
 def read_json(path: Path) -> Any:

@@ -13,7 +13,7 @@ from paceline.observe import formats
 from paceline.observe.events import describe_changes, read_world_changes
 from paceline.observe.json_lines import is_count
 from paceline.observe.metrics import SAMPLES, Curves, mean_samples_per_s, read_curves
-from paceline.observe.run_files import RunFiles, State, last_sign, read_json, read_status, state_of
+from paceline.observe.run_files import RunFiles, State, last_sign, read_json, read_mapping, read_status, state_of
 
 _READ = ("loss", "time", "epoch", SAMPLES, "tokens_per_s", "eval")
 # The maximum is not shown for metrics whose names contain one of these.
@@ -127,8 +127,7 @@ def _workers_of(metrics: Curves, training_s: float) -> list[WorkerTime]:
 
 def _with_peaks(files: RunFiles, workers: Sequence[WorkerTime]) -> list[WorkerTime]:
     """With the most memory that each worker used, from its status."""
-    found = [(worker, read_json(files.worker(worker.rank))) for worker in workers]
-    peaks = [(worker, status.get("peak_bytes") if isinstance(status, dict) else None) for worker, status in found]
+    peaks = [(worker, read_mapping(files.worker(worker.rank)).get("peak_bytes")) for worker in workers]
     return [replace(worker, peak_bytes=peak if is_count(peak) else None) for worker, peak in peaks]
 
 

@@ -228,6 +228,14 @@ def test_a_plot_as_a_page_is_the_export_of_watch(runs: Path) -> None:
     assert "<script src" not in page
 
 
+def test_a_page_does_not_lose_a_run_with_the_name_of_another(runs: Path) -> None:
+    first = make_run(runs)
+    second = make_run(runs.parent / "more")
+    ended = logs_command("plot", first.root, second.root, "-o", "run.html")
+    assert ended.code == 2
+    assert f"two of the runs are named {first.root.name}: rename a folder" in ended.err
+
+
 def test_closed_output_pipe_is_not_an_error(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_run(runs)
     reading, writing = os.pipe()

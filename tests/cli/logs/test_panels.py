@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from in_process import Ended, invoke
 from made_runs import make_run, row
 
+from paceline.cli.logs import panels as panels_module
 from paceline.cli.logs import picture as logs_picture
 from paceline.cli.logs.labels import short_names
 from paceline.cli.logs.panels import Panel, make_panels, moving_mean
 from paceline.cli.logs.text_plot import text_plot
-from paceline.observe.metrics import MAX_POINTS
+from paceline.observe.metrics import MAX_POINTS, Curves, read_curves
 from paceline.observe.run_files import RunFiles
 
 EVALUATED = {step: {"eval": {"loss": 1.0 * step, "accuracy": 0.5}} for step in (2, 4)}
@@ -208,3 +209,18 @@ def test_missing_x_axis_metric_is_an_error(runs: Path) -> None:
     make_run(runs, rows=[{"step": 1, "loss": 1.0}])
     ended = logs_command("plot", "--x-axis", "epoch")
     assert ended.err == "paceline logs plot: the metrics have no epoch: choose --x-axis step\n"
+
+
+def test_only_what_is_drawn_is_kept(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --smooth all points are kept, of which a long run has many."""
+    kept = []
+
+    def read(*arguments: Any, **options: Any) -> Curves:
+        kept.append(read_curves(*arguments, **options))
+        return kept[-1]
+
+    monkeypatch.setattr(panels_module, "read_curves", read)
+    rows = [row(step, lanes={"data": [0.1, 0.2]}, speeds=[1.0, 2.0]) for step in range(1, 9)]
+    make_panels([make_run(runs, rows=rows)], smooth=2)
+    drawn = {"loss", "lr", "grad_norm", "samples_per_s", "samples_per_s@0", "samples_per_s@1"}
+    assert set(kept[0].curves) == drawn

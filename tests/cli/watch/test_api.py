@@ -18,6 +18,8 @@ from waiting import wait_until
 
 from paceline.cli.watch import indexes
 from paceline.cli.watch import runs as runs_module
+from paceline.cli.watch.curves import curves_of
+from paceline.cli.watch.runs import RunEntry
 from paceline.observe import curve_window
 from paceline.observe.run_files import RunFiles, process_started, write_json
 
@@ -282,12 +284,48 @@ def test_a_run_that_is_not_running_cannot_be_controlled(client: Client, tmp_path
     assert "once their workers have started" in reply.json["error"]
 
 
+def test_a_run_that_has_not_started_its_workers_is_not_aborted(client: Client, tmp_path: Path) -> None:
+    reply = client.post(f"/api/runs/{live_run(tmp_path).root.name}/abort")
+    assert reply.status == 502
+    assert "once their workers have started" in reply.json["error"]
+
+
+def test_the_newest_evaluation_is_shown_while_the_run_goes_on(client: Client, tmp_path: Path) -> None:
+    files = live_run(tmp_path, rows=[row(1), {"step": 1, "eval": {"loss": 2.5}}])
+    assert client.get("/api/runs")["runs"][0]["evaluation"] == [["eval/loss", 2.5]]
+
+    def append(*lines: dict[str, Any]) -> Any:
+        with files.metrics.open("a") as file:
+            file.writelines(f"{json.dumps(line)}\n" for line in lines)
+        return client.get("/api/runs")["runs"][0]["evaluation"]
+
+    assert append(*(row(step, **LANES) for step in range(2, 200))) == [["eval/loss", 2.5]]
+    assert append({"resumed_from": 0}) == []
+
+
+def test_workers_of_a_run_that_starts_again_have_not_left(client: Client, tmp_path: Path) -> None:
+    files = live_run(tmp_path)
+    for rank in (0, 1):
+        worker_status(files, rank, process_started=1)
+        os.utime(files.worker(rank), (1e9, 1e9))
+    workers = client.get(f"/api/runs/{files.root.name}")["workers"]
+    assert [(worker["is_alive"], worker["seen"]) for worker in workers] == [(True, None), (True, None)]
+
+
+def test_lines_of_a_thousand_workers(client: Client, tmp_path: Path) -> None:
+    many = {"shares": 1000 * [4], "waiting": 1000 * [0.1234], "speeds": 1000 * [12.5], "note": 20_000 * "x"}
+    files = live_run(tmp_path, rows=[row(step, **many) for step in (1, 2)])
+    found = client.get(f"/api/runs/{files.root.name}")
+    assert (found["loss"], found["num_workers"], len(found["workers"])) == (4.0, 1000, 1000)
+
+
 def test_a_thousand_runs(client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for i in range(1000):
         make_run(tmp_path, f"run{i}", [row(1)])
     assert len(client.get("/api/runs")["runs"]) == 1000
     read = []
-    monkeypatch.setattr(runs_module.RunEntry, "_read", lambda self, *_, **__: read.append(self))
+    for name in ("read_status", "read_bytes", "document"):
+        monkeypatch.setattr(runs_module, name, lambda path, *_, **__: read.append(path))
     assert len(client.get("/api/runs")["runs"]) == 1000
     assert read == [], "only files that changed are read again"
 
@@ -320,3 +358,21 @@ def test_a_spike_that_a_sample_misses_is_found(
                 f"{json.dumps(row(step, loss=-5.0 if step == 3333 else 1.0))}\n" for step in range(3001, 5001)
             )
         assert extremes() == [(1234, 99.0), (3333, -5.0)]
+
+
+def test_rare_metrics_and_superseded_lines_of_a_long_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample misses the former, and draws the latter."""
+    monkeypatch.setattr(curve_window, "EXACT_BYTES", 20_000)
+    monkeypatch.setattr(curve_window, "SAMPLE_BYTES", 10_000)
+    monkeypatch.setattr(curve_window, "TAIL_BYTES", 1000)
+    first, again = ([row(step, loss=loss) for step in range(1000, 1040)] for loss in (99.0, 1.0))
+    before, after = ([row(step, loss=1.0) for step in steps] for steps in (range(1, 1000), range(1040, 3001)))
+    rows = [*before, *first, {"resumed_from": 999}, *again, {"step": 1037, "eval": {"loss": 5.0}}, *after]
+    files = make_run(tmp_path, "long", rows)
+    known = indexes.Indexes()
+    entry = RunEntry(files.root)
+    found = curves_of(entry, ["loss", "eval"], points=200, indexes=known)
+    loss, evaluation = found["series"]
+    assert (set(loss["values"]), evaluation["values"]) == ({1.0}, [5.0])
+    assert (evaluation["is_thinned"], found["is_sampled"]) == (False, False)
+    assert "eval/loss" in curves_of(entry, ["loss"], points=200, indexes=known)["names"]

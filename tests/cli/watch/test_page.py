@@ -40,7 +40,9 @@ def runs(tmp_path: Path) -> Path:
     smaller = make_run(folder, "smaller", minutes=0, status={**HERE, "state": "running"})
     left = {"left": [0], "joined": [], "size": 2, "reason": "killed by SIGKILL", "seconds": 0.1}
     smaller.events.write_text(json.dumps({"time": 1.0, "step": 12, "event": "world", "details": left}) + "\n")
-    plain = make_run(folder, "plain", minutes=2)
+    # The one evaluation is neither among its first lines nor among its last ones.
+    lines = [row(step) | ({"eval": {"accuracy": 0.5}} if step == 700 else {}) for step in range(1, 1001)]
+    plain = make_run(folder, "plain", lines, minutes=2)
     plain.config.write_text("trainer:\n  learning_rate: 0.25\n")
     write_json(plain.plan, {"advice": "Use 2xA.", "alternatives": [{"workers": "2xA", "samples_per_s": 31.0}]})
     for i, loss in enumerate(("NaN", "Infinity", "-Infinity")):
@@ -54,7 +56,7 @@ def test_the_page_shows_a_live_run_and_controls_it(runs: Path) -> None:
         shows_names_as_text(page)
         keeps_the_lane_of_a_worker_that_left(page)
         searches_configurations(page)
-        shows_what_was_planned(page)
+        shows_what_was_planned_and_measured_once(page)
         thins_without_losing_extremes(page)
         reads_lines_as_the_server_does(page)
         shows_what_is_not_finite(page)
@@ -100,11 +102,12 @@ def searches_configurations(page: Page) -> None:
     page.locator("#search").fill("")
 
 
-def shows_what_was_planned(page: Page) -> None:
+def shows_what_was_planned_and_measured_once(page: Page) -> None:
     assert not page.locator("#plan").is_visible()  # of a run that nothing was planned for
     page.locator("#runs a", has_text="plain_").click()
     page.locator("#plan p", has_text="Use 2xA.").wait_for()
     assert page.locator("#plan tbody td").all_inner_texts()[:3] == ["2xA", "", "31"]
+    page.locator("figure[data-name=accuracy]").wait_for()
     page.go_back()
 
 

@@ -139,3 +139,10 @@ def test_a_folder_without_a_timeline_is_an_error_that_tells_how_to_have_one(tmp_
     write_lines(tmp_path / "rank-0.jsonl", header)
     with pytest.raises(ValueError, match="has version 99, this paceline reads version 2"):
         Timeline.load(tmp_path)
+
+
+def test_a_clock_that_was_set_back_between_two_starts(tmp_path: Path) -> None:
+    again = [session(unix_time=500.0), {"steps": [step(2, 0)]}, {"end": 200}]
+    write_lines(tmp_path / "rank-0.jsonl", session(unix_time=1000.0), {"steps": [step(1, 0)]}, *again)
+    events = [(event.name, event.time) for event in Timeline.load(tmp_path).events]
+    assert sorted(events) == [("crashed", 500.00011), ("restart", 0.0), ("start", 500.0)]

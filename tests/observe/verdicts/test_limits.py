@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from paceline.core.events import Event
 from paceline.observe.verdicts.diagnose import diagnose
-from paceline.observe.verdicts.evidence import Evidence, Line, Lines, WorkerFacts, WorkerPart, WorldEvent
+from paceline.observe.verdicts.evidence import Evidence, Line, Lines, WorkerFacts, WorkerPart
 from paceline.observe.verdicts.verdict import Change, Limits, Verdict
 
 NUM_LINES = 12
@@ -59,6 +60,7 @@ def kinds(evidence: Evidence) -> list[str]:
     return [verdict.kind for verdict in diagnose(evidence)]
 
 
+LEFT = Event("world", 5, {"left": [1], "joined": [], "size": 1})
 FINE = ["nothing wrong"]
 FALLING = (5.0, 4.0, 3.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 # What is observed, and the kinds of all verdicts.
@@ -121,6 +123,18 @@ TABLE = {
     ),
     "a worker that left is silent": (
         run(part(), silent_s=1.0, workers=[on(silent_s=0), on(silent_s=99)]),
+        FINE,
+    ),
+    "starts again, no line for 59 s": (run(part(), silent_s=59.0, is_starting=True), FINE),
+    "starts again, no line for 61 s": (run(part(), silent_s=61.0, is_starting=True), ["stalled"]),
+    "a worker left": (run(part(), world_event=LEFT), ["worker left"]),
+    "a worker left, and no line since": (
+        run(part(), part(), world_event=replace(LEFT, step=NUM_LINES * 10)),
+        ["worker left"],
+    ),
+    "a worker left, then the run was resumed with all": (run(part(), part(), world_event=LEFT), FINE),
+    "a worker left with its full GPU": (
+        run(part(), workers=[on(), on(gpu_memory_bytes=96, gpu_memory_total_bytes=100)]),
         FINE,
     ),
     "failed": (run(part(), state="failed", reason="ValueError: no"), ["failed"]),
@@ -284,17 +298,17 @@ def test_lines_with_damaged_times_are_not_judged(time: float) -> None:
 
 
 def test_workers_that_left_and_came_back() -> None:
-    gone = WorldEvent(60, {"size": 2, "left": [1], "reason": "rank 1 was killed by signal 9"})
-    joined = WorldEvent(80, {"size": 3, "left": [], "joined": [2], "reason": ""})
+    gone = Event("world", 60, {"size": 2, "left": [1], "reason": "rank 1 was killed by signal 9"})
+    joined = Event("world", 80, {"size": 3, "left": [], "joined": [2], "reason": ""})
     verdict = first(run(part(), part(), world_event=gone))
     assert verdict.text == "worker 1 left after step 60 (rank 1 was killed by signal 9); the other 2 continue"
     assert (verdict.kind, verdict.rank, verdict.severity) == ("worker left", None, "error")  # 1 is another worker now
-    last = WorldEvent(60, {"size": 2, "left": [2], "reason": "rank 2 was killed by signal 9"})
+    last = Event("world", 60, {"size": 2, "left": [2], "reason": "rank 2 was killed by signal 9"})
     assert first(run(part(), part(), world_event=last)).rank == 2
     assert verdict.lost == pytest.approx(1 / 3)
     assert kinds(run(part(), part(), world_event=joined)) == FINE
-    assert kinds(run(part(), part(), world_event=WorldEvent(60, {"size": -1, "left": [1]}))) == ["worker left"]
-    replaced = WorldEvent(60, {"size": 3, "left": [1], "joined": [1], "reason": "killed"})
+    assert kinds(run(part(), part(), world_event=Event("world", 60, {"size": -1, "left": [1]}))) == ["worker left"]
+    replaced = Event("world", 60, {"size": 3, "left": [1], "joined": [1], "reason": "killed"})
     assert kinds(run(part(), part(), world_event=replaced)) == FINE
 
 

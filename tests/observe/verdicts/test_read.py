@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from timeline_files import write_lines
 
+from paceline.core.events import Event
 from paceline.observe.run_files import RunFiles, prepare_run_folder, write_json
-from paceline.observe.verdicts.evidence import WorldEvent
 from paceline.observe.verdicts.read import EvidenceReader, read_evidence
 
 NOW = time()
@@ -105,7 +105,7 @@ def test_a_worker_that_left_is_not_forgotten_among_other_events(files: RunFiles)
     append_lines(files.events, {"step": 5, "event": "world", "details": {"size": 1, "left": [1], "joined": []}})
     reader.read()
     append_lines(files.events, *({"step": step, "event": "plan", "details": {}} for step in range(6, 700)))
-    assert reader.read().world_event == WorldEvent(5, {"size": 1, "left": [1], "joined": []})
+    assert reader.read().world_event == Event("world", 5, {"size": 1, "left": [1], "joined": []})
 
 
 def test_a_pipe_is_not_read(files: RunFiles) -> None:
@@ -124,4 +124,26 @@ def test_an_empty_folder(files: RunFiles) -> None:
     evidence = read_evidence(files)
     assert (evidence.lines, evidence.workers, evidence.state) == ([], [], "unknown")
     files.events.write_text(json.dumps({"step": 1, "event": "world", "details": 3}) + "\n")
-    assert read_evidence(files).world_event == WorldEvent(1, {})
+    assert read_evidence(files).world_event == Event("world", 1, {})
+
+
+def test_a_run_that_starts_again_has_not_been_silent_since_its_end(files: RunFiles) -> None:
+    write_lines(files.metrics, *(line(step) for step in range(1, 9)))
+    write_json(files.worker(0), {"host": "a"})
+    write_json(files.status, {"state": "running"})
+    for path, age_s in ((files.metrics, 9000), (files.worker(0), 9000), (files.status, 2)):
+        os.utime(path, (NOW - age_s, NOW - age_s))
+    reader = EvidenceReader(files)
+
+    def found() -> tuple[Any, ...]:
+        evidence = reader.read(NOW)
+        return evidence.silent_s, evidence.is_starting, evidence.workers[0].silent_s
+
+    assert found() == (pytest.approx(2.0), True, None)
+    append_lines(files.metrics, {"resumed_from": 8}, line(9), line(10))
+    os.utime(files.metrics, (NOW - 1, NOW - 1))
+    write_json(files.worker(0), {"host": "a"})
+    os.utime(files.worker(0), (NOW - 1, NOW - 1))
+    assert found() == (pytest.approx(1.0), True, pytest.approx(1.0))
+    append_lines(files.metrics, line(11))
+    assert not reader.read(NOW).is_starting

@@ -109,7 +109,8 @@ def make_panels(
     log_scale: for the chosen metrics, by default for losses and the gradient norm, if all values are positive.
     """
     metrics = [_own_name(metric) for metric in metrics]
-    needed = [*(metrics or ["loss", "eval/loss"]), x_axis] if metrics or only_loss else None
+    usual = ["loss", "eval/loss"] if only_loss else ["loss", "eval", "lr", "grad_norm", "samples_per_s"]
+    needed = [*(metrics or usual), x_axis]
     loaded = [_read(files, needed, is_whole=smooth > 1) for files in runs]
     names = list(dict.fromkeys(name for curves in loaded for name in curves.names()))
     evaluations = [name for name in names if name.startswith("eval/") and name != "eval/loss"]
@@ -160,8 +161,8 @@ def _best(series: Series) -> Mark | None:
     return Mark("best", float(series.x[y.argmin()]), float(series.y[y.argmin()]), series.color)
 
 
-def _read(files: RunFiles, needed: Sequence[str] | None, *, is_whole: bool) -> Curves:
-    """needed: names of metrics, or of groups of metrics; None for all. is_whole: do not thin long curves."""
+def _read(files: RunFiles, needed: Sequence[str], *, is_whole: bool) -> Curves:
+    """needed: names of metrics, or of groups of metrics. is_whole: do not thin long curves."""
     curves = read_curves(files.metrics, needed, is_whole=is_whole) if files.metrics.is_file() else Curves()
     if not curves.num_lines:
         raise CommandError(f"{files.root.name} has no metrics yet: there is nothing to plot")
@@ -242,7 +243,7 @@ def _series(
 
 def _thinned(steps: Steps, values: Numbers) -> tuple[Steps, Numbers]:
     curve = Curve()
-    curve.add(steps.tolist(), values.tolist())
+    curve.add(steps, values)
     return curve.points
 
 

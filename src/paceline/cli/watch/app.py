@@ -13,6 +13,7 @@ import socket
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from importlib.resources import files
+from pathlib import Path
 from time import time
 from typing import Any
 
@@ -37,13 +38,7 @@ from paceline.run.control import ControlError, NotListening, ask, socket_path
 MAX_READERS = 2
 MAX_COMPARED = 100
 COMMANDS = ("save", "stop", "abort")
-TYPES = {
-    ".html": "text/html",
-    ".js": "text/javascript",
-    ".css": "text/css",
-    ".svg": "image/svg+xml",
-    ".txt": "text/plain",
-}
+TYPES = {".html": "html", ".js": "javascript", ".css": "css", ".txt": "plain"}
 PAGE = files("paceline.cli.watch").joinpath("page")
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -119,7 +114,7 @@ def request_of(run: RunEntry, command: str) -> tuple[int, dict[str, Any]]:
     try:
         return 200, {"ok": True, **ask(socket_path(run.files.root.absolute()), {"command": command})}
     except NotListening as error:
-        if command == "abort":  # it may be gone before it answers
+        if command == "abort" and error.__cause__ is None:  # it was asked, and ended before it answered
             return 200, {"ok": True}
         return 502, {"error": f"{error}. Runs take requests once their workers have started; try again"}
     except ControlError as error:
@@ -188,11 +183,11 @@ async def _check_body(request: Request) -> None:
 
 async def _page_file(request: Request) -> Response:
     name = request.path_params.get("name", "index.html")
-    kind = next((kind for suffix, kind in TYPES.items() if name.endswith(suffix)), None)
+    kind = TYPES.get(Path(name).suffix)
     known = {path.name: path for path in PAGE.iterdir() if path.is_file()}
     if kind is None or name not in known:
         raise HTTPException(404, "there is no such file")
-    return Response(known[name].read_bytes(), media_type=f"{kind}; charset=utf-8" if kind[:4] == "text" else kind)
+    return Response(known[name].read_bytes(), media_type=f"text/{kind}; charset=utf-8")
 
 
 async def _unreadable(_: Request, error: Exception) -> Response:

@@ -88,9 +88,6 @@ def _selection(options: argparse.Namespace) -> tuple[Path, list[Path] | None]:
             raise CommandError(f"{options.runs} does not exist: choose the folder that holds your runs")
         return options.runs.resolve(), None
     paths = list({cli.choose_run(name, options.runs).root.resolve(): None for name in named})
-    for path in paths:
-        if sum(path.name == other.name for other in paths) > 1:
-            raise CommandError(f"two of the runs are named {path.name}: rename a folder, or give only one of them", 2)
     return paths[0].parent, paths
 
 

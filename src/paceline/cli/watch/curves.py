@@ -14,7 +14,7 @@ from paceline.cli.watch.indexes import Indexes
 from paceline.cli.watch.runs import RunEntry
 from paceline.cli.watch.safe_files import file_stat
 from paceline.observe.curve_window import Series, Window, read_window
-from paceline.observe.metrics import Steps, Values, extremes
+from paceline.observe.metrics import Curves, Steps, Values, extremes
 
 AXES = ("step", "epoch", "time")
 MIN_POINTS, DEFAULT_POINTS, MAX_POINTS = 16, 2000, 20_000
@@ -37,9 +37,9 @@ def curves_of(
     else:
         wanted = [*names, axis] if names and axis != "step" else names or None
         window = read_window(run.files.metrics, wanted, first, last, points=points, exact=exact)
-        known_curves = indexes.curves(run.files.metrics) if indexes is not None and window.is_sampled else None
-        if known_curves is not None:
-            window = completed(window, known_curves, first, last, points)
+        index = indexes.curves(run.files.metrics) if indexes is not None and window.is_sampled else None
+        if index is not None:
+            window = completed(window, index, wanted, first, last, points)
     known = next((each for each in window.series if each.name == axis), None)
     series = []
     for each in window.series:
@@ -67,26 +67,31 @@ def curves_of(
 
 
 def completed(
-    window: Window, known: Mapping[str, tuple[Steps, Values]], first: int, last: float, points: int
+    window: Window, index: Mapping[str, Series], wanted: Sequence[str] | None, first: int, last: float, points: int
 ) -> Window:
-    """A sampled window with the extremes that an index has, between two steps."""
-    series = []
-    for each in window.series:
-        steps, values = known.get(each.name, (each.steps[:0], each.values[:0]))
-        inside = (steps >= first) & (steps <= last)
-        steps, values = np.concatenate([steps[inside], each.steps]), np.concatenate([values[inside], each.values])
-        steps, newest = np.unique(steps, return_index=True)
-        values = values[newest]
+    """The window with the curves of an index, between two steps. The sample also has lines that were superseded."""
+    sampled = {each.name: each for each in window.series}
+    names, wants = list(dict.fromkeys([*window.names, *index])), Curves(wanted).wants
+    is_part = first > window.first_step or last < window.last_step
+    series, is_sampled = [], False
+    for name in filter(wants, names):
+        found, sample = index.get(name), sampled.get(name)
+        if found is None:  # one of too many
+            is_sampled = True
+            series += [] if sample is None else [sample]
+            continue
+        inside = (found.steps >= first) & (found.steps <= last)
+        steps, values, is_thinned = found.steps[inside], found.values[inside], found.is_thinned
+        if is_thinned and is_part and len(steps) < points:  # the index is coarser than the picture
+            is_sampled = True
+            if sample is not None:
+                steps, newest = np.unique(np.concatenate([steps, sample.steps]), return_index=True)
+                values = np.concatenate([values, sample.values])[newest]
         if len(steps) > points:
             kept = extremes(steps, values, points)
-            steps, values = steps[kept], values[kept]
-        series.append(Series(each.name, steps, values, is_thinned=True))
-    # In a small part of a run the index is coarser than the picture.
-    counts = [int(np.count_nonzero((own >= first) & (own <= last))) for own, _ in known.values()]
-    is_part = first > window.first_step or last < window.last_step
-    is_coarse = is_part and max(counts, default=0) < points
-    is_sampled = is_coarse or any(each.name not in known for each in window.series)
-    return replace(window, series=series, is_sampled=is_sampled)
+            steps, values, is_thinned = steps[kept], values[kept], True
+        series += [Series(name, steps, values, is_thinned)] if len(steps) else []
+    return replace(window, names=names, series=series, is_sampled=is_sampled)
 
 
 def _positions(axis: str, known_steps: Steps, known: Values, steps: Steps) -> Values:

@@ -11,7 +11,6 @@ server. Modules become entries of an import map, so they may import each other o
 from __future__ import annotations
 
 import base64
-import html
 import re
 from collections.abc import Sequence
 from importlib.resources import files
@@ -36,7 +35,7 @@ _POLICY = (
     "style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'\">"
 )
 _STYLE = re.compile(r'<link\b[^>]*\bhref="page/([\w.-]+\.css)"[^>]*>')
-_SCRIPT = re.compile(r'<script\b[^>]*\bsrc="page/([\w.-]+\.js)"[^>]*>\s*</script>')
+_SCRIPT = '<script type="module" src="page/main.js"></script>'
 _IMPORT = re.compile(r"""(\bfrom\s*|\bimport\s*)(["'])\./([\w.-]+\.js)\2""")
 
 
@@ -70,41 +69,19 @@ def responses(chosen: Sequence[RunEntry], runs: Runs) -> list[list[Any]]:
 
 def inline_page(data: str) -> str:
     """index.html with its styles, its modules and the data inside. data: JSON."""
-    page = _text("index.html").replace("<head>", f"<head>\n{_POLICY}", 1)
     safe = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-    modules: dict[str, str] = {}
-    entries: list[str] = []
-
-    def style(match: re.Match[str]) -> str:
-        return f"<style>\n{_text(match[1])}\n</style>"
-
-    def script(match: re.Match[str]) -> str:
-        entries.append(match[1])
-        _collect(match[1], modules)
-        return "" if len(entries) > 1 else _MARK
-
-    page = _SCRIPT.sub(script, _STYLE.sub(style, page))
-    imports = {f"page/{name}": f"data:text/javascript;base64,{code}" for name, code in modules.items()}
+    imports = {}
+    for name in sorted(path.name for path in PAGE.iterdir() if path.name.endswith(".js")):
+        module = _IMPORT.sub(r"\1\2page/\3\2", _text(name))  # in a data: address, relative names mean nothing
+        imports[f"page/{name}"] = f"data:text/javascript;base64,{base64.b64encode(module.encode()).decode()}"
     scripts = [
         f'<script type="application/json" id="paceline-data">{safe}</script>',
         f'<script type="importmap">{to_json({"imports": imports})}</script>',
-        *(f'<script type="module">import "page/{html.escape(name)}";</script>' for name in entries),
+        '<script type="module">import "page/main.js";</script>',
     ]
-    return page.replace(_MARK, "\n".join(scripts))
-
-
-_MARK = "<!-- paceline: scripts -->"
-
-
-def _collect(name: str, modules: dict[str, str]) -> None:
-    """Add a module and those that it imports. Their relative addresses become names of the import map."""
-    if name in modules:
-        return
-    modules[name] = ""
-    text = _text(name)
-    for match in _IMPORT.finditer(text):
-        _collect(match[3], modules)
-    modules[name] = base64.b64encode(_IMPORT.sub(r"\1\2page/\3\2", text).encode()).decode()
+    page = _text("index.html").replace("<head>", f"<head>\n{_POLICY}", 1)
+    page = _STYLE.sub(lambda style: f"<style>\n{_text(style[1])}\n</style>", page)
+    return page.replace(_SCRIPT, "\n".join(scripts))
 
 
 def _text(name: str) -> str:

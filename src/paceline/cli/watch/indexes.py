@@ -9,7 +9,7 @@ from threading import Lock, Thread
 from time import sleep
 
 from paceline.observe.curve_index import CurveIndex
-from paceline.observe.metrics import Steps, Values
+from paceline.observe.curve_window import Series
 
 # The least recently used ones are forgotten.
 MAX_INDEXES = 4
@@ -35,13 +35,12 @@ class _Entry:
 class Indexes:
     """Thread-safe. One file is read at a time."""
 
-    def __init__(self, delay_s: float = DELAY_S) -> None:
-        self._delay_s = delay_s
+    def __init__(self) -> None:
         self._entries: dict[Path, _Entry] = {}  # the most recently used last
         self._lock = Lock()
         self._turn = Lock()
 
-    def curves(self, path: Path) -> dict[str, tuple[Steps, Values]] | None:
+    def curves(self, path: Path) -> dict[str, Series] | None:
         """All curves of a file as it is now, by name; None while it is being read."""
         with self._lock:
             entry = self._entries.pop(path, None)
@@ -61,7 +60,7 @@ class Indexes:
             return entry.index.curves()
 
     def _read(self, entry: _Entry) -> None:
-        sleep(self._delay_s)
+        sleep(DELAY_S)
         with self._turn, suppress(OSError):  # the run was deleted
             for _ in entry.index.read():
                 if not entry.is_wanted:

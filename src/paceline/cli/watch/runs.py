@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -12,12 +13,13 @@ from threading import Lock
 from time import monotonic
 from typing import Any
 
+from paceline.cli.commands import CommandError
 from paceline.cli.watch.safe_files import document, file_stat, read_bytes
-from paceline.observe.json_lines import is_count, is_number, parse_lines
-from paceline.observe.metrics import RESUMED_FROM, flat_items, is_resume, is_step, not_superseded, step_of
+from paceline.observe.json_lines import is_count, is_number, number_or_none
+from paceline.observe.metrics import RESUMED_FROM, flat_items, is_resume, not_superseded, parse_records, step_of
 from paceline.observe.run_files import MAX_CONFIG_BYTES, RunFiles, State, Status, read_status, state_of
 
-TAIL_BYTES = 16 << 10
+TAIL_BYTES, LONG_TAIL_BYTES = 16 << 10, 1 << 20
 NEWEST_LINES = 6
 # The folder is read again after this time, or this many times the time that it took.
 SCAN_INTERVAL_S, SCAN_INTERVAL_RATIO = 1.0, 50.0
@@ -46,7 +48,7 @@ class RunEntry:
         self.pace_s: float | None = None  # seconds per step
         self.lead: dict[str, Any] = {}  # the status of worker 0
         self.metrics_bytes = 0
-        self.changed = self.metrics_changed = 0.0
+        self.changed = self.metrics_changed = self.status_changed = 0.0
         self._lead = self.files.ranks / "rank-0.json"
         self._stats: dict[str, tuple[int, int, int]] = {}
 
@@ -57,34 +59,40 @@ class RunEntry:
         if status is None and metrics is None:
             return False
         self.changed = max(each.st_mtime for each in (status, metrics) if each is not None)
-        self.metrics_changed = 0.0 if metrics is None else metrics.st_mtime
-        for name, each in (("status", status), ("metrics", metrics), ("lead", file_stat(self._lead))):
-            stamp = (0, 0, 0) if each is None else (each.st_ino, each.st_size, each.st_mtime_ns)
-            if self._stats.get(name) != stamp:
-                self._stats[name] = stamp
-                self._read(name, exists=each is not None)
+        self.metrics_changed, self.status_changed = (
+            0.0 if each is None else each.st_mtime for each in (metrics, status)
+        )
+        if self._has_changed("status", status):
+            self.status = None if status is None else read_status(files)
+        before = self._stats.get("metrics", (0, 0, 0))
+        if self._has_changed("metrics", metrics):
+            self.metrics_bytes = 0 if metrics is None else metrics.st_size
+            tail = read_bytes(files.metrics, TAIL_BYTES, from_end=True) or b""
+            if tail.count(b"\n") < 2 and len(tail) < self.metrics_bytes:  # long lines, of a thousand workers
+                tail = read_bytes(files.metrics, LONG_TAIL_BYTES, from_end=True) or b""
+            self._read_tail(tail, is_same=metrics is not None and before[0] == metrics.st_ino)
+        if self._has_changed("lead", file_stat(self._lead)):
+            self.lead = document(self._lead)
         self.state = state_of(files, self.status)
         return True
 
-    def _read(self, name: str, *, exists: bool) -> None:
-        if name == "status":
-            self.status = read_status(self.files) if exists else None
-        elif name == "metrics":
-            self.metrics_bytes = self._stats[name][1]
-            self._read_tail(read_bytes(self.files.metrics, TAIL_BYTES, from_end=True) or b"")
-        else:
-            self.lead = document(self._lead) if exists else {}
+    def _has_changed(self, name: str, found: os.stat_result | None) -> bool:
+        stamp = (0, 0, 0) if found is None else (found.st_ino, found.st_size, found.st_mtime_ns)
+        before, self._stats[name] = self._stats.get(name), stamp
+        return stamp != before
 
-    def _read_tail(self, tail: bytes) -> None:
-        complete = chosen_lines(tail, is_cut=len(tail) < self.metrics_bytes)
-        lines = [record for record in parse_lines(complete) if is_step(record) or is_resume(record)]
+    def _read_tail(self, tail: bytes, *, is_same: bool) -> None:
+        """is_same: of the file whose tail was read before."""
+        lines = parse_records(chosen_lines(tail, is_cut=len(tail) < self.metrics_bytes))
         counted = not_superseded(lines)
         shares = [found for record in counted if isinstance(found := record.get("shares"), list)]
         alike = [found for found in shares if len(found) == len(shares[-1]) and all(map(is_number, found))]
         timed = [record for record in counted if is_number(record.get("time"))]
         # Other threads read these at any time: they are replaced, not changed.
         self.last_step = step_of(lines[-1]) if lines else 0
-        self.last = dict(chain.from_iterable(record.items() for record in counted))
+        # The newest evaluation may be further back in the file.
+        kept = {"eval": self.last["eval"]} if is_same and "eval" in self.last and not any(map(is_resume, lines)) else {}
+        self.last = kept | dict(chain.from_iterable(record.items() for record in counted))
         self.work = [sum(column) for column in zip(*alike, strict=True)]
         self.pace_s = None
         if timed and timed[0]["step"] < timed[-1]["step"]:
@@ -110,7 +118,8 @@ class RunEntry:
         ended = status.ended if status else None
         is_live = state == "live"
         left_s = self.pace_s * max(total - step, 0) if is_live and self.pace_s is not None and total else None
-        numbers = {name: number(self.last.get(name)) for name in ("loss", "lr", "samples_per_s", "tokens_per_s")}
+        names = ("epoch", "loss", "lr", "samples_per_s", "tokens_per_s")
+        numbers = {name: number_or_none(self.last.get(name)) for name in names}
         evaluation = self.last.get("eval")
         return {
             "id": self.id,
@@ -125,8 +134,7 @@ class RunEntry:
             "host": status.host if status else None,
             "step": step,
             "total_steps": total,
-            "epoch": number(self.last.get("epoch")),
-            "time_s": number(self.last.get("time")),
+            "time_s": number_or_none(self.last.get("time")),
             "eta_s": left_s,
             **numbers,
             "num_workers": self.num_workers,
@@ -158,16 +166,14 @@ def chosen_lines(tail: bytes, *, is_cut: bool) -> list[bytes]:
     return [*older, *tail[start : max(end, start)].strip(b"\n").split(b"\n")]
 
 
-def number(value: Any) -> float | None:
-    return value if is_number(value) else None
-
-
 class Runs:
     """The runs in a folder, or chosen ones. Thread-safe."""
 
     def __init__(self, folder: Path, chosen: Sequence[Path] | None = None) -> None:
         self.folder = folder
         self._chosen = chosen
+        if twice := [name for name, count in Counter(path.name for path in chosen or ()).items() if count > 1]:
+            raise CommandError(f"two of the runs are named {twice[0]}: rename a folder, or give only one of them", 2)
         self._known: dict[str, RunEntry] = {}  # by id
         self._lock = Lock()
         self._due = 0.0

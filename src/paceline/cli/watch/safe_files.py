@@ -44,10 +44,10 @@ def _stat(path: Path, is_kind: Any) -> os.stat_result | None:
     return found if is_kind(found.st_mode) else None
 
 
-def document(path: Path, max_bytes: int = MAX_DOCUMENT_BYTES) -> dict[str, Any]:
+def document(path: Path) -> dict[str, Any]:
     """The object in a JSON file, which must not be changed; empty if there is none."""
     found = file_stat(path)
-    return {} if found is None or found.st_size > max_bytes else unchanged(read_mapping, path)
+    return {} if found is None or found.st_size > MAX_DOCUMENT_BYTES else unchanged(read_mapping, path)
 
 
 def read_bytes(path: Path, max_bytes: int, *, from_end: bool = False) -> bytes | None:

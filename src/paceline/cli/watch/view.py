@@ -12,12 +12,12 @@ from pathlib import Path
 from time import time
 from typing import Any
 
-from paceline.cli.watch.runs import RunEntry, number
+from paceline.cli.watch.runs import RunEntry
 from paceline.cli.watch.safe_files import document, entries, file_stat, read_bytes
 from paceline.cli.watch.verdicts import verdicts_of
 from paceline.observe import formats
 from paceline.observe.events import event_text
-from paceline.observe.json_lines import LineReader, is_count, is_number, parse_lines
+from paceline.observe.json_lines import LineReader, is_count, is_number, number_or_none, parse_lines
 from paceline.observe.metrics import flat_items
 from paceline.observe.rates import LANES
 from paceline.observe.run_files import process_started
@@ -30,6 +30,11 @@ MAX_PLANS = 50
 # A worker on another host that has not written its status for so long has left.
 SILENT_S = 30.0
 
+# Of a worker, with their names in its status file.
+_STATUS_NUMBERS = {
+    **{"memory_bytes": "memory", "memory_limit_bytes": "memory_limit", "device_memory_bytes": "gpu_memory"},
+    **{"device_memory_limit_bytes": "gpu_memory_limit", "cpu": "cpu", "gpu": "gpu"},
+}
 _RANK_FILE = re.compile(r"rank-(\d{1,6})\.(json|out|err)")
 _CHECKPOINT = re.compile(r"step-(\d{8,18})")
 
@@ -39,13 +44,13 @@ def view(run: RunEntry) -> dict[str, Any]:
     files, status = run.files, run.status
     environment = document(files.environment)
     versions, git, command = (environment.get(name) for name in ("versions", "git", "command"))
-    step_at = number(run.lead.get("step_at"))
+    step_at = number_or_none(run.lead.get("step_at"))
     workers = dict(_status_files(run))
     return {
         "now": time(),
         **run.row(),
         "last_step_at": max(step_at or 0.0, run.metrics_changed) or None if run.step else None,
-        "efficiency": number(run.last.get("efficiency")),
+        "efficiency": number_or_none(run.last.get("efficiency")),
         "pid": status.pid if status else None,
         "versions": [[k, v] for k, v in versions.items() if v is not None] if isinstance(versions, dict) else [],
         "git": git if isinstance(git, dict) else None,
@@ -73,7 +78,7 @@ def plan_of(run: RunEntry) -> dict[str, Any] | None:
         return None
     words, numbers = ("workers", "strategy", "limit"), ("samples_per_s", "efficiency", "epoch_s", "epoch_cost")
     shown = [
-        {**{name: _text(row.get(name)) for name in words}, **{name: number(row.get(name)) for name in numbers}}
+        {**{name: _text(row.get(name)) for name in words}, **{name: number_or_none(row.get(name)) for name in numbers}}
         for row in rows[:MAX_PLANS]
         if isinstance(row, dict)
     ]
@@ -138,12 +143,7 @@ def workers_of(run: RunEntry, known: Mapping[int, WorkerFile]) -> list[dict[str,
                 "rank": rank,
                 **{name: _text(status.get(name)) for name in ("host", "device", "device_name")},
                 "pid": status.get("pid") if is_count(status.get("pid")) else None,
-                "memory_bytes": number(status.get("memory")),
-                "memory_limit_bytes": number(status.get("memory_limit")),
-                "device_memory_bytes": number(status.get("gpu_memory")),
-                "device_memory_limit_bytes": number(status.get("gpu_memory_limit")),
-                "cpu": number(status.get("cpu")),
-                "gpu": number(status.get("gpu")),
+                **{name: number_or_none(status.get(key)) for name, key in _STATUS_NUMBERS.items()},
                 "seen": seen,
                 "step": status.get("step") if is_count(status.get("step")) else None,
                 "is_alive": is_live and rank < num_workers and _is_alive(status, seen),
@@ -157,8 +157,9 @@ def workers_of(run: RunEntry, known: Mapping[int, WorkerFile]) -> list[dict[str,
 
 
 def _status_files(run: RunEntry) -> Iterator[tuple[int, WorkerFile]]:
+    started = run.status_changed if run.state == "live" else 0.0  # a file before that is of an earlier start
     for rank, kind, path in rank_files(run):
-        if kind == "json" and (found := file_stat(path)) is not None:
+        if kind == "json" and (found := file_stat(path)) is not None and found.st_mtime >= started:
             yield rank, (document(path), found.st_mtime)
 
 
@@ -195,7 +196,7 @@ def shown_event(record: Any) -> dict[str, Any] | None:
     if not isinstance(name, str) or not is_count(record.get("step")):
         return None
     details = details if isinstance(details, dict) else {}
-    moment = number(record.get("time"))
+    moment = number_or_none(record.get("time"))
     return {
         "time": moment,
         "step": record["step"],

@@ -198,9 +198,9 @@ def timeline_files(folder: Path) -> list[Path]:
 
 
 def read_sessions(files: Iterable[Path]) -> list[Session]:
-    """All sessions by rank and time, also of files that are damaged or still being written."""
+    """All sessions by rank and in their order, also of files that are damaged or still being written."""
     sessions = [session for path in files for session in _sessions(LineReader(path).read(), path)]
-    return sorted(sessions, key=lambda session: (session.rank, session.unix_time))
+    return sorted(sessions, key=lambda session: session.rank)  # a clock may have been set back between two sessions
 
 
 def condense_file(path: Path, max_bytes: int) -> None:

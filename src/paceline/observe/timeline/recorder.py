@@ -74,9 +74,6 @@ class Recorder:
 class NoTimeline(Recorder):
     """Records nothing."""
 
-    def took(self, name: str, begin: float, **details: Any) -> None:
-        """Skips the measurement, too."""
-
 
 class TimelineRecorder(Recorder):
     """Writes this worker's file in `folder`, including `events`. A resumed run appends to it.

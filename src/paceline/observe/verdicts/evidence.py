@@ -12,8 +12,9 @@ from operator import mul
 from statistics import median
 from typing import Any, NamedTuple
 
-from paceline.observe.json_lines import is_count, is_number
-from paceline.observe.metrics import RESUMED_FROM
+from paceline.core.events import Event
+from paceline.observe.json_lines import is_count, is_number, number_or_none
+from paceline.observe.metrics import RESUMED_FROM, is_resume
 
 # Recent lines: at least MIN_LINES, and enough to cover RECENT_S, at most MAX_LINES.
 MIN_LINES, RECENT_S, MAX_LINES = 3, 2.0, 50
@@ -103,21 +104,14 @@ class WorkerFacts:
 
 
 @dataclass(frozen=True)
-class WorldEvent:
-    """Workers left or joined after this step; `details` as in events.jsonl."""
-
-    step: int
-    details: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Evidence:
     """The known facts about a run.
 
     state, reason: as `paceline logs list` shows them. lines: the newest, in order. is_whole: whether they begin with
     the run's first line. first_loss: of the run's first line. world_event: the newest one. silent_s: since the last
-    line was written, for a live run. settings: by flat name, such as "trainer.readers". host_memory_bytes,
-    host_memory_total_bytes, cores: of the first worker's host.
+    line was written, or since the run was started again. is_starting: it was, and has written fewer than `MIN_LINES`
+    lines since. settings: by flat name, such as "trainer.readers". host_memory_bytes, host_memory_total_bytes, cores:
+    of the first worker's host.
     """
 
     state: str = "live"
@@ -125,18 +119,28 @@ class Evidence:
     lines: Sequence[Line] = ()
     is_whole: bool = True
     first_loss: float | None = None
-    world_event: WorldEvent | None = None
+    world_event: Event | None = None
     workers: Sequence[WorkerFacts] = ()
     silent_s: float | None = None
+    is_starting: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
     host_memory_bytes: float | None = None
     host_memory_total_bytes: float | None = None
     cores: int | None = None
 
+    @cached_property
+    def newest_change(self) -> Event | None:
+        """`world_event`, unless the run was stopped since, and resumed with more workers."""
+        event, newest = self.world_event, next((line for line in reversed(self.lines) if line.workers), None)
+        size: Any = None if event is None else event.details.get("size")
+        if event is None or newest is None or not is_count(size):
+            return event
+        return None if newest.since_step >= event.step and len(newest.workers) > size else event
+
     @property
     def num_workers(self) -> int:
         """The current number: workers may have left."""
-        size: Any = None if self.world_event is None else self.world_event.details.get("size")
+        size: Any = None if self.newest_change is None else self.newest_change.details.get("size")
         if is_count(size):
             return int(size)
         return next((len(line.workers) for line in reversed(self.lines) if line.workers), len(self.workers))
@@ -188,11 +192,13 @@ class Lines:
 
     def __init__(self, records: Sequence[Mapping[str, Any]] = ()) -> None:
         self._lines: deque[tuple[Line, float]] = deque(maxlen=MAX_KEPT_LINES)  # with their times
+        self.num_since_resume = MIN_LINES  # or more; of a run that was not resumed, too
         self.add(records)
 
     def add(self, records: Sequence[Mapping[str, Any]]) -> None:
         for record in records:
-            if is_count(record.get(RESUMED_FROM)) and "step" not in record:
+            if is_resume(record):
+                self.num_since_resume = 0
                 while self._lines and self._lines[-1][0].step > record[RESUMED_FROM]:
                     self._lines.pop()  # superseded
             if not is_count(record.get("step")) or _finite(record.get("time")) is None:
@@ -201,9 +207,10 @@ class Lines:
                 continue  # an evaluation: its time counts for the next line
             now = float(record["time"])
             before, time = (self._lines[-1][0].step, self._lines[-1][1]) if self._lines else (0, now)
-            numbers = {name: _number(record.get(name)) for name in ("loss", "lr", "samples_per_s")}
+            numbers = {name: number_or_none(record.get(name)) for name in ("loss", "lr", "samples_per_s")}
             line = Line(record["step"], before, max(now - time, 0.0), **numbers, workers=_parts(record))
             self._lines.append((line, now))
+            self.num_since_resume += 1
 
     def newest(self) -> list[Line]:
         return [line for line, _ in self._lines]
@@ -219,10 +226,6 @@ def _median_without(ordered: Sequence[float], value: float) -> float:
     place, count = bisect_left(ordered, value), len(ordered)
     low, high = (i + (i >= place) for i in ((count - 2) // 2, (count - 1) // 2))
     return (ordered[low] + ordered[high]) / 2
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if is_number(value) else None
 
 
 def _finite(value: Any) -> float | None:

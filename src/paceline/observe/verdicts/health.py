@@ -39,7 +39,7 @@ def stalled(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
         return
     intervals = [line.seconds for line in evidence.lines[-50:] if line.seconds]
     usual_s, step = max(intervals, default=0.0), _last_step(evidence)
-    figures = {"no_step_s": evidence.silent_s, "usual_s": usual_s}
+    figures = {"no_step_s": evidence.silent_s} | ({"usual_s": usual_s} if usual_s else {})
     known = list(enumerate(evidence.workers[: evidence.num_workers]))
     silent = {rank: w.silent_s for rank, w in known if w.silent_s is not None and w.silent_s >= limits.silent_s}
     since = f"no step for {formats.duration(evidence.silent_s)} after step {step:,}"
@@ -50,7 +50,8 @@ def stalled(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
         advice = f"check the process of worker {rank}: it was stopped, swaps, or waits for a disk or a network"
         yield Verdict("stalled", "error", text, rank, step, figures=figures, changes=(Change("", None, advice),))
         return
-    enough_s = max(limits.stalled_s, limits.stalled_ratio * usual_s) if len(intervals) > 1 else limits.early_s
+    is_early = evidence.is_starting or len(intervals) < 2
+    enough_s = limits.early_s if is_early else max(limits.stalled_s, limits.stalled_ratio * usual_s)
     if evidence.silent_s < enough_s:
         return
     text = f"{since}; before, the longest time between two lines was {formats.duration(usual_s)}" if usual_s else since
@@ -65,7 +66,7 @@ def stalled(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
 
 def left(evidence: Evidence, _: Limits) -> Iterator[Verdict]:
     """Workers died or left with the newest change of the workers, and none joined."""
-    if (event := evidence.world_event) is None:
+    if (event := evidence.newest_change) is None:
         return
     gone, size = event.details.get("left"), event.details.get("size")
     if not isinstance(gone, list) or not gone or not isinstance(size, int) or event.details.get("joined"):
@@ -126,7 +127,7 @@ def full_memory(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
         return
     gpus = [
         (worker.gpu_memory_bytes / worker.gpu_memory_total_bytes, rank)
-        for rank, worker in enumerate(evidence.workers)
+        for rank, worker in enumerate(evidence.workers[: evidence.num_workers])
         if worker.gpu_memory_bytes is not None and worker.gpu_memory_total_bytes
     ]
     part, rank = max(gpus, default=(0.0, 0))

@@ -6,11 +6,11 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from stat import S_ISREG
 from time import time
 from typing import Any
 
-from paceline.observe.json_lines import LineReader, first_line, is_count, is_number
+from paceline.core.events import Event
+from paceline.observe.json_lines import LineReader, first_line, is_count, number_or_none
 from paceline.observe.run_files import (
     RunFiles,
     State,
@@ -21,7 +21,7 @@ from paceline.observe.run_files import (
     state_of,
     unchanged,
 )
-from paceline.observe.verdicts.evidence import Evidence, Lines, WorkerFacts, WorldEvent
+from paceline.observe.verdicts.evidence import MIN_LINES, Evidence, Lines, WorkerFacts
 
 _STATUS_FILE = re.compile(r"rank-(\d{1,6})\.json")
 # The content of a worker's status file, and when it was written, as Unix time.
@@ -40,7 +40,7 @@ class EvidenceReader:
         self._files = files
         self._metrics, self._events = _Growing(files.metrics), _Growing(files.events)
         self._lines, self._head = Lines(), Lines()
-        self._world_event: WorldEvent | None = None
+        self._world_event: Event | None = None
 
     def read(
         self,
@@ -54,6 +54,7 @@ class EvidenceReader:
         files, now = self._files, time() if now is None else now
         status = status or read_status(files)
         self._read_lines()
+        started, written = (_changed(path) for path in (files.status, files.metrics))
         host = _mapping(unchanged(read_mapping, files.environment).get("host"))
         found = worker_files(files) if workers is None else workers
         leader = found[0][0] if 0 in found else {}
@@ -66,13 +67,14 @@ class EvidenceReader:
             first_loss=head[0].loss if head else None,
             world_event=self._world_event,
             workers=[
-                _facts(*found[rank], now) if rank in found else WorkerFacts()
+                _facts(*found[rank], now, started) if rank in found else WorkerFacts()
                 for rank in range(max(found, default=-1) + 1)
             ],
-            silent_s=max(now - files.metrics.stat().st_mtime, 0.0) if files.metrics.is_file() else None,
+            silent_s=max(now - max(written, started), 0.0) if written else None,
+            is_starting=started > written or self._lines.num_since_resume < MIN_LINES,
             settings=unchanged(read_settings, files.config),
-            host_memory_bytes=_number(leader.get("host_memory")),
-            host_memory_total_bytes=_number(leader.get("memory_limit")),
+            host_memory_bytes=number_or_none(leader.get("host_memory")),
+            host_memory_total_bytes=number_or_none(leader.get("memory_limit")),
             cores=cores if is_count(cores := host.get("cores")) else None,
         )
 
@@ -88,7 +90,7 @@ class EvidenceReader:
             self._world_event = None
         for record in records:
             if record.get("event") == "world" and is_count(record.get("step")):
-                self._world_event = WorldEvent(record["step"], _mapping(record.get("details")))
+                self._world_event = Event("world", record["step"], _mapping(record.get("details")))
 
 
 class _Growing:
@@ -97,29 +99,27 @@ class _Growing:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._reader: LineReader | None = None
-        self._inode = 0
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
         """The new records, and whether the file is another one than before."""
         try:
-            found = self._path.stat()
-            if not S_ISREG(found.st_mode):
+            if not self._path.is_file():  # opening a pipe would block
                 return [], False
-            is_other = self._reader is None or self._inode != found.st_ino or self._reader.offset > found.st_size
-            if self._reader is None or is_other:
-                self._reader, self._inode = LineReader(self._path, tail=True), found.st_ino
-            return ([] if self._reader.offset == found.st_size else self._reader.read()), is_other
+            reader = self._reader
+            if reader is None or not reader.is_current:
+                reader = LineReader(self._path, tail=True)
+            is_other, self._reader = reader is not self._reader, reader
+            return reader.read(), is_other
         except OSError:
             return [], False
 
 
 def _head(path: Path) -> list[dict[str, Any]]:
     """The first line."""
-    try:
-        value = first_line(path) if path.is_file() else None  # opening a pipe would block
-    except OSError:
-        return []
-    return [value] if isinstance(value, dict) else []
+    with suppress(OSError):
+        if path.is_file() and isinstance(value := first_line(path), dict):  # opening a pipe would block
+            return [value]
+    return []
 
 
 def worker_files(files: RunFiles) -> dict[int, WorkerFile]:
@@ -132,21 +132,23 @@ def worker_files(files: RunFiles) -> dict[int, WorkerFile]:
     return found
 
 
-def _facts(values: Mapping[str, Any], changed: float, now: float) -> WorkerFacts:
+def _changed(path: Path) -> float:
+    """As Unix time; 0 for a file that does not exist."""
+    return path.stat().st_mtime if path.is_file() else 0.0
+
+
+def _facts(values: Mapping[str, Any], changed: float, now: float, started: float) -> WorkerFacts:
     return WorkerFacts(
         host=str(values.get("host") or ""),
         device=str(values.get("device") or ""),
-        silent_s=max(now - changed, 0.0),  # by the file's time, not the recorded one: the clocks of hosts differ
-        gpu=_number(values.get("gpu")),
-        cpu=_number(values.get("cpu")),
-        gpu_memory_bytes=_number(values.get("gpu_memory")),
-        gpu_memory_total_bytes=_number(values.get("gpu_memory_limit")),
+        # By the file's time, not the recorded one: the clocks of hosts differ. Not of a start before this one.
+        silent_s=max(now - changed, 0.0) if changed >= started else None,
+        gpu=number_or_none(values.get("gpu")),
+        cpu=number_or_none(values.get("cpu")),
+        gpu_memory_bytes=number_or_none(values.get("gpu_memory")),
+        gpu_memory_total_bytes=number_or_none(values.get("gpu_memory_limit")),
     )
 
 
 def _mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if is_number(value) else None

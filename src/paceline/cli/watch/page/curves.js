@@ -1,7 +1,7 @@
 /** The metrics of one run: a curve per name, by step, and the same curves over epochs or time, smoothed or not. */
 
 import {number} from "./source.js";
-import {Series} from "./series.js";
+import {firstGreater, Series} from "./series.js";
 
 const NOT_FINITE = ["NaN", "Infinity", "-Infinity"];
 
@@ -24,16 +24,6 @@ function* flat(values, prefix = "") {
   }
 }
 
-export class Curve {
-  constructor() {
-    this.raw = new Series();
-    this.version = 0;
-    this.isThinned = false;
-    this.detail = null;
-    this.views = new Map();
-  }
-}
-
 export class Curves {
   constructor() {
     this.clear();
@@ -41,7 +31,6 @@ export class Curves {
 
   clear() {
     this.byName = new Map();
-    this.lastStep = 0;
     this.version = 0;
     this.epochStarts = {version: -1, series: null};
   }
@@ -52,17 +41,18 @@ export class Curves {
   has(name) {
     return this.byName.has(name);
   }
-  last(name) {
-    return this.byName.get(name)?.raw.last;
-  }
 
-  /** An answer of /metrics. */
+  /** An answer of /metrics. What was known of its steps is replaced: a sample may have lines that were superseded. */
   add(answer) {
-    this.lastStep = Math.max(this.lastStep, answer.last_step ?? 0);
     for (const {name, steps, values, is_thinned} of answer.series) {
-      const curve = this.#curve(name);
+      const curve = this.#curve(name),
+        {x, y, length} = curve.raw,
+        later = curve.raw.after(answer.to),
+        [laterX, laterY] = [x.slice(later, length), y.slice(later, length)];
       curve.isThinned ||= is_thinned || answer.is_sampled;
+      curve.raw.truncate(answer.from - 1);
       for (let i = 0; i < steps.length; i++) curve.raw.push(steps[i], number(values[i]));
+      laterX.forEach((step, i) => curve.raw.push(step, laterY[i]));
       this.#changed(curve);
     }
   }
@@ -84,7 +74,6 @@ export class Curves {
       const {step, ...values} = parsed(line);
       if (step === undefined && isCount(values.resumed_from)) this.#truncate(values.resumed_from);
       if (!isCount(step)) continue;
-      this.lastStep = Math.max(this.lastStep, step);
       for (const [name, value] of flat(values)) {
         const curve = this.#curve(name);
         curve.raw.push(step, value);
@@ -122,21 +111,16 @@ export class Curves {
     if (axis === "step") return place;
     const map = this.#map(axis);
     if (!map?.length) return NaN;
-    let low = 0,
-      high = map.length - 1;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (map.y[middle] < place) low = middle + 1;
-      else high = middle;
-    }
-    if (low === 0) return map.x[0];
-    const span = map.y[low] - map.y[low - 1];
-    const part = span > 0 ? Math.min(1, (place - map.y[low - 1]) / span) : 1;
-    return map.x[low - 1] + part * (map.x[low] - map.x[low - 1]);
+    const i = firstGreater(map.y, place, 0, map.length - 1);
+    if (i === 0) return map.x[0];
+    const span = map.y[i] - map.y[i - 1];
+    const part = span > 0 ? Math.min(1, (place - map.y[i - 1]) / span) : 1;
+    return map.x[i - 1] + part * (map.x[i] - map.x[i - 1]);
   }
 
   #curve(name) {
-    if (!this.byName.has(name)) this.byName.set(name, new Curve());
+    if (!this.byName.has(name))
+      this.byName.set(name, {raw: new Series(), version: 0, isThinned: false, detail: null, views: new Map()});
     return this.byName.get(name);
   }
 
@@ -146,7 +130,6 @@ export class Curves {
   }
 
   #truncate(step) {
-    this.lastStep = Math.min(this.lastStep, step);
     for (const curve of this.byName.values()) {
       curve.raw.truncate(step);
       curve.detail = null;

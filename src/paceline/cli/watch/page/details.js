@@ -1,21 +1,12 @@
 /** The lower part of a run's page: events, checkpoints, plan, configuration, and the ends of the logs. */
 
-import {choice, el, setStyle, setText, showList} from "./dom.js";
-import {ago, bytes, count, counted, duration, moment, num, percent, rate, setting} from "./format.js";
+import {choice, el, link, setStyle, setText, showList, table} from "./dom.js";
+import {ago, bytes, count, counted, duration, MISSING, moment, num, percent, rate, setting} from "./format.js";
 import {labelOf, looksOf} from "./marks.js";
 
 const MAX_EVENTS = 300,
   MAX_LOG_LINES = 500;
 
-const table = (...titles) => {
-  const body = el("tbody");
-  const node = el(
-    "div",
-    {class: "scroll"},
-    el("table", {}, el("thead", {}, el("tr", {}, ...titles.map(title => el("th", {scope: "col"}, title)))), body)
-  );
-  return {node, body};
-};
 const cells = n => () => el("tr", {}, ...Array.from({length: n}, () => el("td")));
 const fill = (row, texts) => texts.forEach((text, i) => setText(row.children[i], text));
 
@@ -44,7 +35,7 @@ export class EventList {
 export class CheckpointList {
   constructor(source, pace) {
     Object.assign(this, {source, pace});
-    this.table = table("step", "saved", "size", "metrics");
+    this.table = table(["step", "saved", "size", "metrics"]);
     this.note = el("p", {class: "muted"}, "No checkpoint yet.");
     this.node = el("div", {class: "tall"}, this.table.node, this.note);
     this.checkpoints = [];
@@ -68,7 +59,7 @@ export class CheckpointList {
           count(found.step),
           ago(found.saved, this.source.now(), this.pace.interval_s),
           bytes(found.num_bytes),
-          (found.metrics ?? []).map(([name, value]) => `${name} ${num(value)}`).join(", ") || "–",
+          found.metrics.map(([name, value]) => `${name} ${num(value)}`).join(", ") || MISSING,
         ])
     );
   }
@@ -78,7 +69,7 @@ export class CheckpointList {
 export class PlanView {
   constructor() {
     this.advice = el("p");
-    this.table = table("workers", "strategy", "samples/s", "of sum", "epoch", "cost", "limit");
+    this.table = table(["workers", "strategy", "samples/s", "of sum", "epoch", "cost", "limit"]);
     this.node = el("div", {}, this.advice, this.table.node);
   }
 
@@ -105,17 +96,17 @@ export class PlanView {
 }
 
 export class ConfigView {
-  constructor(open) {
-    this.open = open;
+  constructor(view) {
+    this.view = view;
     this.parent = el("p", {class: "muted"});
-    this.changes = table("setting", "parent", "this run");
+    this.changes = table(["setting", "parent", "this run"]);
     this.search = el("input", {
       type: "search",
       placeholder: "filter settings",
       "aria-label": "filter settings",
       oninput: () => this.#filter(),
     });
-    this.all = table("setting", "value");
+    this.all = table(["setting", "value"]);
     this.count = el("small", {class: "muted"});
     this.node = el(
       "div",
@@ -134,17 +125,7 @@ export class ConfigView {
     if (parent)
       this.parent.append(
         "Compared with ",
-        el(
-          "a",
-          {
-            href: "#",
-            onclick: event => {
-              event.preventDefault();
-              this.open(parent.id);
-            },
-          },
-          parent.name
-        ),
+        link(parent.name, () => this.view.open(parent.id), {href: this.view.addressOf(parent.id)}),
         ` (${parent.why}): ${difference.length ? counted(difference.length, "different setting") : "the same settings"}`
       );
     else this.parent.append(entries.length ? "No earlier run to compare with." : "This run has no configuration.");

@@ -1,8 +1,8 @@
 /** Questions, and the list of keys. */
 
-import {el} from "./dom.js";
+import {button, el} from "./dom.js";
 
-export const KEYS = [
+const KEYS = [
   ["?", "this list"],
   ["/", "search the runs"],
   ["g", "all runs"],
@@ -28,21 +28,8 @@ export function askFor(question, effect, yes, isDangerous) {
       el(
         "div",
         {class: "buttons"},
-        el(
-          "button",
-          {type: "button", "data-answer": "no", autofocus: true, onclick: () => dialog.close("no")},
-          "Cancel"
-        ),
-        el(
-          "button",
-          {
-            type: "button",
-            "data-answer": "yes",
-            class: isDangerous ? "danger" : "primary",
-            onclick: () => dialog.close("yes"),
-          },
-          yes
-        )
+        button("Cancel", () => dialog.close("no"), {"data-answer": "no", autofocus: true}),
+        button(yes, () => dialog.close("yes"), {"data-answer": "yes", class: isDangerous ? "danger" : "primary"})
       )
     );
     open(dialog, () => resolve(dialog.returnValue === "yes"));
@@ -69,11 +56,7 @@ export function showKeys() {
       {class: "muted"},
       "In a plot, drag to zoom, Shift and drag (or a finger) to move, Ctrl and the wheel to zoom, double-click to show everything."
     ),
-    el(
-      "div",
-      {class: "buttons"},
-      el("button", {type: "button", autofocus: true, onclick: () => dialog.close()}, "Close")
-    )
+    el("div", {class: "buttons"}, button("Close", () => dialog.close(), {autofocus: true}))
   );
   open(dialog, () => {});
 }

@@ -1,6 +1,6 @@
 /** The settings that differ between runs. */
 
-import {el, setText} from "./dom.js";
+import {el, setText, table} from "./dom.js";
 import {count, MISSING, setting} from "./format.js";
 import {curveColor} from "./palette.js";
 
@@ -10,7 +10,7 @@ export class Differences {
   constructor(source) {
     this.source = source;
     this.note = el("p", {class: "muted"});
-    this.table = el("div", {class: "scroll"});
+    this.table = el("div");
     this.node = el("div", {}, this.note, this.table);
   }
 
@@ -41,25 +41,21 @@ export class Differences {
     const note = different.length
       ? `${count(different.length)} settings differ between these ${runs.length} runs.`
       : "The configurations are the same.";
-    this.#fill(note, different.length ? this.#makeTable(runs, columns, different) : null);
+    this.#fill(note, ...(different.length ? [this.#makeTable(runs, columns, different)] : []));
   }
 
-  #fill(note, table = null) {
+  #fill(note, ...shown) {
     setText(this.note, note);
-    this.table.replaceChildren(...(table ? [table] : []));
+    this.table.replaceChildren(...shown);
   }
 
   #makeTable(runs, columns, different) {
-    const head = el(
-      "tr",
-      {},
-      el("th", {scope: "col"}, "setting"),
-      ...runs.map((run, i) => {
-        const swatch = el("i", {class: "swatch"});
-        swatch.style.background = curveColor(i);
-        return el("th", {scope: "col"}, swatch, run.name);
-      })
-    );
+    const heads = runs.map((run, i) => {
+      const swatch = el("i", {class: "swatch"});
+      swatch.style.background = curveColor(i);
+      return el("th", {scope: "col"}, swatch, run.name);
+    });
+    const {node, body} = table(["setting", ...heads]);
     const rows = different.map(({key, values}) =>
       el(
         "tr",
@@ -68,6 +64,7 @@ export class Differences {
         ...columns.map(i => el("td", {}, values[i] === null || values[i] === undefined ? MISSING : setting(values[i])))
       )
     );
-    return el("table", {}, el("thead", {}, head), el("tbody", {}, ...rows));
+    body.append(...rows);
+    return node;
   }
 }

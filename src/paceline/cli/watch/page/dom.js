@@ -30,7 +30,7 @@ export function setClass(node, name) {
  * Makes the children of `parent` show `items`, in their order. Elements of known keys are kept and updated.
  * create(item) returns an element; update(element, item) fills it.
  */
-export function showList(parent, items, keyOf, create, update) {
+export function showList(parent, items, keyOf, create, update = () => {}) {
   const known = parent.shownByKey ?? new Map();
   const next = new Map();
   let at = parent.firstChild;
@@ -47,6 +47,15 @@ export function showList(parent, items, keyOf, create, update) {
   parent.shownByKey = next;
 }
 
+/** Forgets the entries of `map` whose keys are not in `keys` (a Set or Map), after `close(value)`. */
+export function retain(map, keys, close) {
+  for (const [key, value] of map)
+    if (!keys.has(key)) {
+      close(value);
+      map.delete(key);
+    }
+}
+
 /** A part of the page with its title. */
 export function section(title, id, ...children) {
   return el(
@@ -57,10 +66,32 @@ export function section(title, id, ...children) {
   );
 }
 
+/** attributes: of the element, as for `el`. */
+export const button = (label, onclick, attributes = {}) =>
+  el("button", {type: "button", ...attributes, onclick}, label);
+
+/** A link within the page; with Ctrl, Shift and the like the browser opens it. */
+export function link(label, onopen, attributes = {}) {
+  const onclick = event => {
+    if (event.ctrlKey || event.metaKey || event.shiftKey) return;
+    event.preventDefault();
+    onopen();
+  };
+  return el("a", {href: "#", ...attributes, onclick}, label);
+}
+
+/** A table that scrolls to the side. heads: titles, or cells. Returns its node and its empty body. */
+export function table(heads, attributes = {}) {
+  const body = el("tbody"),
+    cells = heads.map(head => (typeof head === "string" ? el("th", {scope: "col"}, head) : head));
+  const node = el("div", {class: "scroll"}, el("table", attributes, el("thead", {}, el("tr", {}, ...cells)), body));
+  return {node, body};
+}
+
 /** Buttons of which one is pressed. choices: [value, label] pairs. */
 export function choice(label, choices, onchoose) {
   const buttons = choices.map(([value, text]) =>
-    el("button", {type: "button", "data-value": value, "aria-pressed": "false", onclick: () => onchoose(value)}, text)
+    button(text, () => onchoose(value), {"data-value": value, "aria-pressed": "false"})
   );
   const node = el("div", {class: "choice", role: "group", "aria-label": label}, ...buttons);
   node.choose = value => {

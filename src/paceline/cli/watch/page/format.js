@@ -4,7 +4,14 @@ export const MISSING = "–";
 const isNumber = value => typeof value === "number" && Number.isFinite(value);
 
 // Made once: toLocaleString looks the language up at every call.
-const grouped = new Intl.NumberFormat("en", {maximumFractionDigits: 20});
+const grouped = new Intl.NumberFormat("en", {maximumFractionDigits: 20}),
+  dated = new Intl.DateTimeFormat("sv", {dateStyle: "short", timeStyle: "medium"}); // 2026-11-15 14:30:00
+const PREFIXES = [
+  [1e12, "T"],
+  [1e9, "G"],
+  [1e6, "M"],
+  [1e3, "k"],
+];
 
 export const count = value => (isNumber(value) ? grouped.format(Math.round(value)) : MISSING);
 
@@ -30,12 +37,7 @@ export function tick(value) {
   const size = Math.abs(value);
   if (size === 0) return "0";
   if (size < 1e-3) return value.toExponential(1).replace(".0e", "e");
-  for (const [limit, unit] of [
-    [1e12, "T"],
-    [1e9, "G"],
-    [1e6, "M"],
-    [1e3, "k"],
-  ])
+  for (const [limit, unit] of PREFIXES)
     if (size >= limit) return `${Number((value / limit).toPrecision(4))}${unit}`;
   return String(Number(value.toPrecision(4)));
 }
@@ -70,13 +72,8 @@ export function percent(value) {
 
 export function bytes(value) {
   if (!isNumber(value)) return MISSING;
-  for (const [limit, unit] of [
-    [1e12, "TB"],
-    [1e9, "GB"],
-    [1e6, "MB"],
-    [1e3, "kB"],
-  ])
-    if (value >= limit) return `${(value / limit).toPrecision(3)} ${unit}`;
+  for (const [limit, unit] of PREFIXES)
+    if (value >= limit) return `${(value / limit).toPrecision(3)} ${unit}B`;
   return `${Math.round(value)} B`;
 }
 
@@ -110,10 +107,8 @@ export function ago(unixTime, now, interval_s = 1) {
 
 /** Local date and time. */
 export function moment(unixTime) {
-  if (!isNumber(unixTime)) return MISSING;
-  const date = new Date(unixTime * 1e3),
-    pad = n => String(n).padStart(2, "0");
-  return `${date.getFullYear()}-${pad(date.getMonth() + 1)}-${pad(date.getDate())} ${pad(date.getHours())}:${pad(date.getMinutes())}:${pad(date.getSeconds())}`;
+  const date = new Date(isNumber(unixTime) ? unixTime * 1e3 : NaN);
+  return isNumber(date.getTime()) ? dated.format(date) : MISSING;
 }
 
 /** A value of x: the axis is "step", "epoch" or "time". */

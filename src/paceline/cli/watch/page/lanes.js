@@ -1,7 +1,7 @@
 /** A lane per worker: what it did with its time, over the same axis as the plots, and what it is. */
 
 import {isSamePixel} from "./board.js";
-import {el, setClass, setStyle, setText, showList} from "./dom.js";
+import {el, retain, setClass, setStyle, setText, showList} from "./dom.js";
 import {axisValue, bytes, count, duration, MISSING, percent, tick} from "./format.js";
 import {drawMarks, marksNear} from "./marks.js";
 import {colors, KINDS} from "./palette.js";
@@ -52,12 +52,7 @@ export class Lanes {
       (_, worker) =>
         this.#lanes.get(keyOf(worker)).show(worker, run, worker.left ? undefined : verdicts.get(worker.rank))
     );
-    const keys = new Set(shown.map(keyOf));
-    for (const [key, lane] of this.#lanes)
-      if (!keys.has(key)) {
-        this.board.remove(lane);
-        this.#lanes.delete(key);
-      }
+    retain(this.#lanes, new Set(shown.map(keyOf)), lane => this.board.remove(lane));
     this.node.hidden = run.workers.length === 0;
   }
 
@@ -77,13 +72,14 @@ export class Lanes {
  * Workers that left and were not replaced, where the others have moved up: their ranks are those of others now.
  * As workers of /api/runs/ID, with `left`: the event.
  */
-function departed(run, events) {
+export function departed(run, events) {
   const found = [],
     known = new Set(run.workers.filter(worker => worker.is_alive === false).map(worker => worker.rank));
   for (const event of run.state === "live" ? events.toReversed() : []) {
     if (event.event !== "world") continue;
     const {left, joined, size} = event.details;
-    if (!Array.isArray(left) || joined?.length || found.length > MAX_DEPARTED) break;
+    // With more workers than remained, the run was resumed.
+    if (!Array.isArray(left) || joined?.length || run.num_workers > size || found.length > MAX_DEPARTED) break;
     for (const rank of left) if (rank < size || !known.has(rank)) found.push({rank, left: event});
   }
   return found;
@@ -237,7 +233,8 @@ function partsAt(series, from, to, parts) {
   for (let k = 0; k < series.length; k++) {
     parts[k] = 0;
     const found = series[k];
-    if (!found?.length || from > found.end || to < found.x[0] - (found.x[1] ?? found.x[0]) + found.x[0]) continue;
+    const firstLength = found?.length > 1 ? found.x[1] - found.x[0] : 0; // as long as the second one
+    if (!found?.length || from > found.end || to < found.x[0] - firstLength) continue;
     const i = found.after(from),
       j = Math.max(found.after(to), Math.min(i + 1, found.length));
     if (i >= found.length) {

@@ -1,9 +1,9 @@
 /** Starts the page: which part is shown, the theme, the keys. */
 
 import {showKeys} from "./dialog.js";
-import {el, isTyping, setText} from "./dom.js";
+import {button, el, isTyping, link, setText} from "./dom.js";
 import {Tip} from "./marks.js";
-import {onTheme, recall, toggleTheme} from "./palette.js";
+import {onTheme, recallTheme, toggleTheme} from "./palette.js";
 import {RunPage} from "./run_page.js";
 import {RunsPage} from "./runs_page.js";
 import {openSource} from "./source.js";
@@ -13,33 +13,28 @@ import {View} from "./view.js";
 class App {
   #page = null;
   #runs = null;
-  #canControl = false;
 
   constructor() {
-    const theme = recall("theme");
-    if (theme) document.documentElement.dataset.theme = theme;
+    recallTheme();
     this.source = openSource();
     this.view = new View();
     this.tip = new Tip();
     this.notice = el("p", {class: "notice", role: "status", hidden: true});
-    const onclick = event => {
-      event.preventDefault();
-      this.view.open("");
-    };
-    this.link = el("button", {type: "button", onclick: () => this.#copyLink()}, "copy link");
+    const openRuns = () => this.view.open("");
+    this.link = button("copy link", () => this.#copyLink());
     this.bar = el(
       "nav",
       {class: "bar", "aria-label": "page"},
-      el("a", {href: "#", class: "brand", onclick}, "paceline"),
-      el("a", {href: "#", onclick}, "runs"),
+      link("paceline", openRuns, {class: "brand"}),
+      link("runs", openRuns),
       el("span", {class: "spring"}),
       this.source.isLive ? this.link : el("span", {class: "muted"}, "exported"),
-      el("button", {type: "button", "data-tool": "theme", onclick: toggleTheme}, "light / dark"),
-      el("button", {type: "button", "data-tool": "keys", "aria-label": "keyboard", onclick: showKeys}, "?")
+      button("light / dark", toggleTheme, {"data-tool": "theme"}),
+      button("?", showKeys, {"data-tool": "keys", "aria-label": "keyboard"})
     );
     document.body.replaceChildren(this.bar, this.notice, this.tip.node);
     this.view.addEventListener("change", event => (event.detail.isNewPage ? this.#open() : this.#page?.refresh()));
-    onTheme(() => this.#page?.redraw());
+    onTheme(() => this.#page?.refresh());
     addEventListener("keydown", event => this.#key(event));
     document.addEventListener("visibilitychange", () => this.#page?.follow());
     for (const name of ["pointerdown", "pointermove", "wheel", "keydown"])
@@ -57,9 +52,7 @@ class App {
 
   async #loadRuns() {
     try {
-      const answer = await this.source.get("/api/runs");
-      this.#runs = answer.runs;
-      this.#canControl = answer.can_control;
+      this.#runs = (await this.source.get("/api/runs")).runs;
     } catch (error) {
       this.#say(error.message);
     }
@@ -73,7 +66,7 @@ class App {
     const id = this.view.get("run"),
       say = text => this.#say(text);
     this.#page = id
-      ? new RunPage(this.source, this.view, this.tip, id, () => this.#canControl, say)
+      ? new RunPage(this.source, this.view, this.tip, id, say)
       : new RunsPage(this.source, this.view, this.tip, say);
     const page = this.#page;
     this.notice.after(page.node);

@@ -11,7 +11,6 @@ const LOOKS = new Map([
   ["world", {label: "workers", color: "bad", isLine: true}],
   ["drift", {label: "drift", color: "warn", isLine: true}],
   ["capture", {label: "capture", color: "accent", isLine: false}],
-  ["resumed", {label: "resumed", color: "accent", isLine: true}],
 ]);
 const OTHER = {label: "", color: "accent", isLine: false};
 const NEAR_PX = 6;

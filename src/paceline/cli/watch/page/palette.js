@@ -14,6 +14,7 @@ export const KINDS = [
   {name: "rest", label: "rest"},
 ];
 
+const STORED = "paceline-theme";
 let theme = null;
 
 /** The theme's colours, from the style sheet: canvases cannot use its names. Read once per theme. */
@@ -25,19 +26,7 @@ export function colors() {
     probe.style.color = `var(--${name})`;
     return getComputedStyle(probe).color;
   };
-  const names = [
-    "text",
-    "muted",
-    "line",
-    "grid",
-    "panel",
-    "accent",
-    "bad",
-    "warn",
-    "good",
-    "lane",
-    ...KINDS.map(kind => `kind-${kind.name}`),
-  ];
+  const names = ["muted", "grid", "accent", "bad", "warn", "good", "lane", ...KINDS.map(kind => `kind-${kind.name}`)];
   theme = new Map(names.map(name => [name, resolve(name)]));
   probe.remove();
   theme.curves = isDark() ? DARK : LIGHT;
@@ -47,7 +36,7 @@ export function colors() {
 export const curveColor = index => colors().curves[index % LIGHT.length];
 export const curveDash = index => DASHES[Math.floor(index / LIGHT.length) % DASHES.length];
 
-export function isDark() {
+function isDark() {
   const chosen = document.documentElement.dataset.theme;
   return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
 }
@@ -63,24 +52,22 @@ export function onTheme(changed) {
 }
 
 export function toggleTheme() {
-  document.documentElement.dataset.theme = isDark() ? "light" : "dark";
-  remember("theme", document.documentElement.dataset.theme);
-  document.dispatchEvent(new Event("theme"));
-}
-
-/** A browser may refuse storage, for example to a page from disk. */
-export function remember(name, value) {
+  const {dataset} = document.documentElement;
+  dataset.theme = isDark() ? "light" : "dark";
   try {
-    localStorage.setItem(`paceline-${name}`, value);
+    localStorage.setItem(STORED, dataset.theme);
   } catch {
     /* the choice lasts until the page is closed */
   }
+  document.dispatchEvent(new Event("theme"));
 }
 
-export function recall(name) {
+/** The choice of an earlier visit. A browser may refuse storage, for example to a page from disk. */
+export function recallTheme() {
   try {
-    return localStorage.getItem(`paceline-${name}`);
+    const theme = localStorage.getItem(STORED);
+    if (theme) document.documentElement.dataset.theme = theme;
   } catch {
-    return null;
+    /* as the system has it */
   }
 }

@@ -34,8 +34,8 @@ export class RunPage {
     this.tools.show();
   };
 
-  constructor(source, view, tip, id, canControl, onstate) {
-    Object.assign(this, {source, view, tip, id, canControl, onstate});
+  constructor(source, view, tip, id, onstate) {
+    Object.assign(this, {source, view, tip, id, onstate});
     this.curves = new Curves();
     this.board = new Board(view, (from, to) => this.#loadDetail(from, to));
     this.board.pace.onchange = () => this.follow();
@@ -45,7 +45,7 @@ export class RunPage {
     this.checkpoints = new CheckpointList(source, this.board.pace);
     this.plan = new PlanView();
     this.planSection = section("Plan", "plan", this.plan.node);
-    this.config = new ConfigView(run => view.open(run));
+    this.config = new ConfigView(view);
     this.log = new LogView(view);
     this.tools = new Tools(view, this.board);
     this.plots = new RunPlots(this.board, this.curves, tip, () => this.#eventMarks());
@@ -75,9 +75,16 @@ export class RunPage {
     if (this.#isClosed) return;
     this.#show(run);
     const points = ["points", String(Math.min(4000, 2 * Math.ceil(innerWidth)))];
-    const names = run.names.filter(name => !LANE_GROUPS.some(group => name.startsWith(`${group}/`)));
-    const wanted = names.length && names.length <= MAX_NAMES_IN_ADDRESS ? names.map(name => ["name", name]) : [];
-    const getMetrics = () => this.source.get(`${base}/metrics`, [...wanted, points]);
+    const isLane = name => LANE_GROUPS.some(group => name.startsWith(`${group}/`));
+    const names = new Set(run.names.filter(name => !isLane(name)));
+    const getMetrics = async () => {
+      const wanted = names.size <= MAX_NAMES_IN_ADDRESS ? [...names].map(name => ["name", name]) : [];
+      const answer = await this.source.get(`${base}/metrics`, [...wanted, points]);
+      // Of a long run: those that are neither in its first lines nor in its last ones.
+      const others = wanted.length ? answer.names.filter(name => !isLane(name) && !names.has(name)) : [];
+      others.forEach(name => names.add(name));
+      return others.length ? getMetrics() : answer;
+    };
     const [metrics, lanes, events, checkpoints, config, log] = await Promise.all([
       getMetrics(),
       this.source.isLive
@@ -136,14 +143,10 @@ export class RunPage {
     }, 1250 * this.board.pace.interval_s);
   }
 
-  /** The view changed: axis, smoothing, range. */
+  /** The view changed (axis, smoothing, range), or the colours. */
   refresh() {
     this.board.readRange();
     this.tools.show();
-    this.board.draw();
-  }
-
-  redraw() {
     this.board.draw();
   }
 
@@ -202,7 +205,7 @@ export class RunPage {
     this.run = run;
     const title = `${run.total_steps ? `${percent(run.step / run.total_steps)} ` : ""}${run.name} · paceline`;
     if (document.title !== title) document.title = title;
-    this.summary.show(run, this.canControl());
+    this.summary.show(run);
     this.checkpoints.tick();
     this.lanes.show(run, this.#events);
     this.planSection.hidden = !run.plan;

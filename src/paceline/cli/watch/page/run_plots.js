@@ -1,6 +1,6 @@
 /** The plots of one run: a panel per metric, the most important ones first. */
 
-import {el, showList} from "./dom.js";
+import {el, retain, showList} from "./dom.js";
 import {num, percent, tick} from "./format.js";
 import {marksNear} from "./marks.js";
 import {curveColor, curveDash} from "./palette.js";
@@ -73,28 +73,17 @@ export class RunPlots {
     const names = [...groups.keys()]
       .filter(group => !PER_WORKER.test(`${group}/0`) || groups.get(group).length > 1)
       .sort((a, b) => rank(a) - rank(b) || a.localeCompare(b));
-    for (const [group, panel] of this.#panels)
-      if (!groups.has(group)) {
-        panel.close();
-        this.#panels.delete(group);
-      }
+    retain(this.#panels, groups, panel => panel.close());
     const lead = new Set(["loss", LEAD.find(group => groups.has(group))]),
       fill = (node, shown) =>
         showList(
           node,
           shown,
           group => group,
-          group => (this.#panels.get(group) ?? this.#makePanel(group)).node,
-          () => {}
+          group => (this.#panels.get(group) ?? this.#makePanel(group)).node
         );
-    fill(
-      this.lead,
-      names.filter(group => lead.has(group))
-    );
-    fill(
-      this.others,
-      names.filter(group => !lead.has(group))
-    );
+    fill(this.lead, names.filter(group => lead.has(group)));
+    fill(this.others, names.filter(group => !lead.has(group)));
   }
 
   #makePanel(group) {

@@ -3,7 +3,7 @@
 import {Board} from "./board.js";
 import {Curves} from "./curves.js";
 import {Differences} from "./differences.js";
-import {el, section, setText, showList} from "./dom.js";
+import {button, el, retain, section, setText, showList} from "./dom.js";
 import {curveColor, curveDash} from "./palette.js";
 import {Panel} from "./panel.js";
 import {FIRST_REFINEMENT_MS, MAX_REFINEMENT_MS} from "./run_page.js";
@@ -24,7 +24,6 @@ export class RunsPage {
   #waits_ms = new Map();
   #panels = new Map();
   #names = new Set(USUAL);
-  #found = null;
   #searched = "";
   #loading = new Set();
   #closeStream = () => {};
@@ -93,10 +92,6 @@ export class RunsPage {
     if (!document.hidden && this.source.isLive) this.load().catch(error => this.onstate(error.message));
   }
 
-  redraw() {
-    this.#show();
-  }
-
   refresh() {
     this.board.readRange();
     this.tools.show();
@@ -135,10 +130,8 @@ export class RunsPage {
 
   #showRows() {
     this.table.runs = [...this.#rows.values()];
-    this.table.found = this.#found;
-    const picked = this.#picked(),
-      colors = new Map(picked.map((id, i) => [id, i]));
-    this.table.show(this.table.runs, colors, this.#found);
+    const picked = this.#picked();
+    this.table.show(new Map(picked.map((id, i) => [id, i])));
     this.#showMetrics();
     this.differences.show(picked.map(id => this.#rows.get(id)));
   }
@@ -147,21 +140,18 @@ export class RunsPage {
     const text = this.view.get("q").trim();
     if (text === this.#searched) return;
     this.#searched = text;
-    if (!text) {
-      this.#found = null;
-      this.#show();
-      return;
-    }
     const found = await (
-      this.source.isLive
-        ? this.source.get("/api/runs", [["search", text]]).then(answer => answer.runs.map(run => run.id))
-        : this.#searchExported(text)
+      !text
+        ? Promise.resolve(null)
+        : this.source.isLive
+          ? this.source.get("/api/runs", [["search", text]]).then(answer => answer.runs.map(run => run.id))
+          : this.#searchExported(text)
     ).catch(error => {
       this.onstate(error.message);
       return [];
     });
     if (text !== this.#searched || this.#isClosed) return;
-    this.#found = new Set(found);
+    this.table.found = found && new Set(found);
     this.#show();
     this.#loadPicked();
   }
@@ -189,32 +179,21 @@ export class RunsPage {
       this.metrics,
       names,
       name => name,
-      name =>
-        el("button", {
-          type: "button",
-          "data-metric": name,
-          onclick: () => {
-            const now = this.#shownNames();
-            this.view.set({show: now.includes(name) ? now.filter(other => other !== name) : [...now, name]});
-          },
-        }),
-      (button, name) => {
-        setText(button, titleOf(name));
-        button.setAttribute("aria-pressed", String(shown.includes(name)));
-      }
+      name => button(titleOf(name), () => this.#toggleMetric(name), {"data-metric": name}),
+      (node, name) => node.setAttribute("aria-pressed", String(shown.includes(name)))
     );
-    for (const [name, panel] of this.#panels)
-      if (!shown.includes(name)) {
-        panel.close();
-        this.#panels.delete(name);
-      }
+    retain(this.#panels, new Set(shown), panel => panel.close());
     showList(
       this.plots,
       shown,
       name => name,
-      name => this.#makePanel(name).node,
-      () => {}
+      name => this.#makePanel(name).node
     );
+  }
+
+  #toggleMetric(name) {
+    const now = this.#shownNames();
+    this.view.set({show: now.includes(name) ? now.filter(other => other !== name) : [...now, name]});
   }
 
   #makePanel(name) {

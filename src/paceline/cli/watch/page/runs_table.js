@@ -1,6 +1,6 @@
 /** The table of runs: sorted, filtered, with boxes that choose runs to compare. */
 
-import {choice, el, setClass, setStyle, setText, showList} from "./dom.js";
+import {button, choice, el, link, setClass, setStyle, setText, showList, table} from "./dom.js";
 import {count, duration, MISSING, moment, num, percent, rate} from "./format.js";
 import {curveColor} from "./palette.js";
 import {number} from "./source.js";
@@ -21,17 +21,13 @@ const COLUMNS = [
   ["time", "trained", run => run.time_s, run => duration(run.time_s)],
   ["started", "started", run => run.started, run => moment(run.started).slice(0, 16)],
 ];
-const STATES = [
-  ["", "all"],
-  ["live", "live"],
-  ["finished", "finished"],
-  ["stopped", "stopped"],
-  ["failed", "failed"],
-  ["crashed", "crashed"],
-];
+const STATES = ["live", "finished", "stopped", "failed", "crashed"].map(state => [state, state]);
 
 export class RunsTable {
   #limit = PAGE_ROWS;
+  /** All rows, and the ids that the search found, or null. */
+  runs = [];
+  found = null;
 
   /** onpick(id): the box of a run was clicked. */
   constructor(view, onpick) {
@@ -43,50 +39,32 @@ export class RunsTable {
       "aria-label": "search names and configurations",
       oninput: () => view.set({q: this.search.value}),
     });
-    this.states = choice("state", STATES, state => view.set({state}));
+    this.states = choice("state", [["", "all"], ...STATES], state => view.set({state}));
     this.count = el("span", {class: "muted", role: "status"});
-    this.heads = COLUMNS.map(([id, title]) =>
-      el(
-        "th",
-        {scope: "col", "data-column": id},
-        el(
-          "button",
-          {type: "button", onclick: () => this.#sortBy(id)},
-          title,
-          el("i", {class: "arrow", "aria-hidden": "true"})
-        )
-      )
-    );
-    this.body = el("tbody");
-    this.more = el("button", {
-      type: "button",
-      hidden: true,
-      onclick: () => {
-        this.#limit = Infinity;
-        this.show(this.runs, this.colors, this.found);
-      },
+    this.heads = COLUMNS.map(([id, title]) => {
+      const sort = button(title, () => this.#sortBy(id));
+      sort.append(el("i", {class: "arrow", "aria-hidden": "true"}));
+      return el("th", {scope: "col", "data-column": id}, sort);
     });
+    const {node, body} = table([el("th", {class: "pick"}), ...this.heads], {class: "runs"});
+    const showAll = () => {
+      this.#limit = Infinity;
+      this.show(this.colors);
+    };
+    this.body = body;
+    this.more = button("", showAll, {hidden: true});
     this.node = el(
       "section",
       {class: "block", id: "runs"},
       el("div", {class: "tools"}, this.search, this.states, this.count),
-      el(
-        "div",
-        {class: "scroll"},
-        el(
-          "table",
-          {class: "runs"},
-          el("thead", {}, el("tr", {}, el("th", {class: "pick"}, ""), ...this.heads)),
-          this.body
-        )
-      ),
+      node,
       this.more
     );
   }
 
-  /** runs: all rows; colors: run id to index of its colour, for those that are drawn; found: ids of the search, or null. */
-  show(runs, colors, found) {
-    Object.assign(this, {runs, colors, found});
+  /** colors: run id to index of its colour, for those that are drawn. */
+  show(colors) {
+    this.colors = colors;
     if (this.search.value !== this.view.get("q") && document.activeElement !== this.search)
       this.search.value = this.view.get("q");
     this.states.choose(this.view.get("state"));
@@ -97,12 +75,8 @@ export class RunsTable {
         sort.slice(1) !== head.dataset.column ? "none" : sort[0] === "-" ? "descending" : "ascending"
       );
     const shown = this.visible();
-    setText(
-      this.count,
-      shown.length === runs.length
-        ? `${count(runs.length)} runs`
-        : `${count(shown.length)} of ${count(runs.length)} runs`
-    );
+    const total = `${count(this.runs.length)} runs`;
+    setText(this.count, shown.length === this.runs.length ? total : `${count(shown.length)} of ${total}`);
     showList(
       this.body,
       shown.slice(0, this.#limit),
@@ -150,26 +124,18 @@ export class RunsTable {
 
   #makeRow(id) {
     const box = el("input", {type: "checkbox", "aria-label": "compare this run", onchange: () => this.onpick(id)});
-    const link = el("a", {
-      href: "#",
-      onclick: event => {
-        if (event.ctrlKey || event.metaKey || event.shiftKey) return;
-        event.preventDefault();
-        this.view.open(id);
-      },
-    });
-    link.addEventListener("keydown", event => {
+    const onkeydown = event => {
       if (event.key === " ") {
         event.preventDefault();
         this.onpick(id);
       }
-    });
+    };
     const step = el("td", {class: "step"}, el("span"), el("div", {class: "progress"}, el("div", {class: "fill"})));
     return el(
       "tr",
       {"data-run": id},
       el("td", {class: "pick"}, el("label", {}, box, el("i", {class: "swatch"}))),
-      el("td", {}, link),
+      el("td", {}, link("", () => this.view.open(id), {onkeydown})),
       el("td", {}, stateChip()),
       step,
       ...COLUMNS.slice(3).map(() => el("td", {class: "number"}))
@@ -183,7 +149,7 @@ export class RunsTable {
     box.checked = index !== undefined;
     setStyle(pick.querySelector("i"), "background", index === undefined ? "transparent" : curveColor(index));
     setText(name.firstChild, run.name);
-    name.firstChild.setAttribute("href", this.view.address({run: run.id, from: "", to: ""}));
+    name.firstChild.setAttribute("href", this.view.addressOf(run.id));
     showState(state.firstChild, run.state);
     state.title = run.reason ?? "";
     setText(step.firstChild, run.total_steps ? `${count(run.step)} / ${count(run.total_steps)}` : count(run.step));

@@ -14,9 +14,6 @@ export class Series {
     this.high = new Int32Array(Math.ceil(capacity / BLOCK));
   }
 
-  get last() {
-    return this.length ? this.y[this.length - 1] : undefined;
-  }
   get end() {
     return this.length ? this.x[this.length - 1] : undefined;
   }
@@ -43,16 +40,9 @@ export class Series {
     if (length % BLOCK) this.#rebuild(length - (length % BLOCK));
   }
 
-  /** The index of the first point whose x is greater. */
-  after(x) {
-    let low = 0,
-      high = this.length;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (this.x[middle] <= x) low = middle + 1;
-      else high = middle;
-    }
-    return low;
+  /** The index of the first point whose x is greater. from: not before this index. */
+  after(x, from = 0) {
+    return firstGreater(this.x, x, from, this.length);
   }
 
   /** The index of the point nearest to x, -1 if there is none. */
@@ -126,14 +116,10 @@ export class Series {
 
   #grow() {
     const capacity = 2 * this.x.length;
-    for (const name of ["x", "y"]) {
-      const grown = new Float64Array(capacity);
-      grown.set(this[name]);
-      this[name] = grown;
-    }
-    for (const name of ["low", "high"]) {
-      const grown = new Int32Array(Math.ceil(capacity / BLOCK));
-      grown.set(this[name]);
+    for (const name of ["x", "y", "low", "high"]) {
+      const before = this[name],
+        grown = new before.constructor(name.length === 1 ? capacity : Math.ceil(capacity / BLOCK));
+      grown.set(before);
       this[name] = grown;
     }
   }
@@ -158,7 +144,9 @@ export function thin(series, from, to, pixels) {
   const width = (to - from) / pixels;
   let i = first;
   for (let pixel = Math.floor(series.x[first] / width); i < last;) {
-    const j = Math.min(last, lowerBound(series.x, (pixel + 1) * width, i, last));
+    const edge = (pixel + 1) * width;
+    let j = Math.min(last, series.after(edge, i));
+    if (j > i && series.x[j - 1] >= edge) j--; // a point at the edge belongs to the next pixel
     if (j > i) {
       series.extremes(i, j, pair);
       const [a, b] = pair[0] < pair[1] ? pair : [pair[1], pair[0]];
@@ -176,20 +164,11 @@ export function thin(series, from, to, pixels) {
 let picked = new Int32Array(8192);
 const pair = [0, 0];
 
-/** The first index from i on with x[index] >= value: first in growing steps, as the next pixel is near. */
-function lowerBound(x, value, i, end) {
-  let step = 1,
-    low = i,
-    high = i;
-  while (high < end && x[high] < value) {
-    low = high + 1;
-    high += step;
-    step *= 2;
-  }
-  high = Math.min(high, end);
+/** The first index from `low` to `high` whose value is greater, in a sorted array; `high` if there is none. */
+export function firstGreater(sorted, value, low, high) {
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (x[middle] < value) low = middle + 1;
+    if (sorted[middle] <= value) low = middle + 1;
     else high = middle;
   }
   return low;

@@ -59,16 +59,16 @@ export class LiveSource {
   }
 }
 
-export class ExportedSource {
+class ExportedSource {
   isLive = false;
+
+  #now;
+  #responses;
 
   constructor(data) {
     this.#now = data.now;
     this.#responses = new Map(data.responses);
   }
-
-  #now;
-  #responses;
 
   now() {
     return this.#now;

@@ -1,11 +1,11 @@
 /** The head of a run's page: state, progress, remaining time, what holds the run back, and the buttons. */
 
 import {askFor} from "./dialog.js";
-import {el, setClass, setStyle, setText, showList} from "./dom.js";
+import {button, el, setClass, setStyle, setText, showList} from "./dom.js";
 import {ago, count, counted, duration, MISSING, moment, num, percent, rate} from "./format.js";
 
 /** State of a run: the class of its chip. */
-export const STATE_CLASSES = new Map([
+const STATE_CLASSES = new Map([
   ["live", "live"],
   ["finished", "good"],
   ["stopped", "calm"],
@@ -53,16 +53,10 @@ export class RunSummary {
       "div",
       {class: "buttons", hidden: true},
       ...ACTIONS.map(([action, label, question, effect]) =>
-        el(
-          "button",
-          {
-            type: "button",
-            "data-action": action,
-            class: action === "abort" ? "danger" : "",
-            onclick: () => this.ask(action, label, question, effect),
-          },
-          label
-        )
+        button(label, () => this.ask(action, label, question, effect), {
+          "data-action": action,
+          class: action === "abort" ? "danger" : "",
+        })
       )
     );
     this.tiles = new Map();
@@ -91,11 +85,11 @@ export class RunSummary {
     );
   }
 
-  show(run, canControl) {
+  show(run) {
     this.run = run;
     setText(this.name, run.name);
     showState(this.chip, run.state);
-    this.buttons.hidden = !(canControl && run.state === "live" && this.source.isLive);
+    this.buttons.hidden = !(run.state === "live" && this.source.isLive);
     const facts = [
       run.reason,
       run.started && `started ${moment(run.started)}`,
@@ -214,10 +208,10 @@ const FIGURES = new Map([
   ["gpu_percent", value => `GPU ${Math.round(value)}% busy`],
   ["cpu_percent", value => `CPU ${Math.round(value)}%`],
   ["no_step_s", value => `no step for ${duration(value)}`],
-  ["usual_s", value => `usually ${duration(value)}`],
+  ["usual_s", value => `before, at most ${duration(value)} between two lines`],
   ["worker_silent_s", value => `silent for ${duration(value)}`],
   ["left", value => `${count(value)} left`],
-  ["workers", value => `${counted(value, "worker")} before`],
+  ["workers", value => `${counted(value, "worker")} remain${value === 1 ? "s" : ""}`],
   ["loss", value => `loss ${num(value)}`],
   ["lowest", value => `lowest ${num(value)}`],
 ]);

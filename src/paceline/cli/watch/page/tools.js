@@ -1,20 +1,17 @@
 /** The row above the plots: x axis, smoothing, logarithmic axis, range. */
 
-import {choice, el, setText} from "./dom.js";
+import {button, choice, el, setText} from "./dom.js";
 import {axisValue} from "./format.js";
 
-export const AXES = [
-  ["step", "step"],
-  ["epoch", "epoch"],
-  ["time", "time"],
-];
+const AXES = ["step", "epoch", "time"];
 export const SMOOTHING_STEP = 0.1,
   MAX_SMOOTHING = 0.99;
 
 export class Tools {
   constructor(view, board) {
     Object.assign(this, {view, board});
-    this.axis = choice("x axis", AXES, axis => chooseAxis(view, axis));
+    const axes = AXES.map(name => [name, name]);
+    this.axis = choice("x axis", axes, axis => chooseAxis(view, axis));
     this.smooth = el("input", {
       type: "range",
       min: "0",
@@ -24,23 +21,10 @@ export class Tools {
       oninput: () => view.set({smooth: this.smooth.value}),
     });
     this.smoothText = el("output");
-    this.log = el(
-      "button",
-      {
-        type: "button",
-        "aria-pressed": "false",
-        "data-tool": "log",
-        title: "logarithmic y axis (l)",
-        onclick: () => toggleLog(view),
-      },
-      "log y"
-    );
+    const title = "logarithmic y axis (l)";
+    this.log = button("log y", () => toggleLog(view), {"aria-pressed": "false", "data-tool": "log", title});
     this.range = el("span", {class: "muted range"});
-    this.all = el(
-      "button",
-      {type: "button", "data-tool": "all", title: "show everything (0)", onclick: () => board.showAll()},
-      "all"
-    );
+    this.all = button("all", () => board.showAll(), {"data-tool": "all", title: "show everything (0)"});
     this.node = el(
       "div",
       {class: "tools", role: "toolbar", "aria-label": "plots"},
@@ -52,16 +36,8 @@ export class Tools {
         "span",
         {class: "zoom"},
         this.range,
-        el(
-          "button",
-          {type: "button", "aria-label": "zoom out", title: "zoom out (−)", onclick: () => board.zoom(2)},
-          "−"
-        ),
-        el(
-          "button",
-          {type: "button", "aria-label": "zoom in", title: "zoom in (+)", onclick: () => board.zoom(0.5)},
-          "+"
-        ),
+        button("−", () => board.zoom(2), {"aria-label": "zoom out", title: "zoom out (−)"}),
+        button("+", () => board.zoom(0.5), {"aria-label": "zoom in", title: "zoom in (+)"}),
         this.all
       )
     );
@@ -85,12 +61,11 @@ export class Tools {
   }
 }
 
-export const chooseAxis = (view, axis) => view.set({x: axis, from: "", to: ""});
+const chooseAxis = (view, axis) => view.set({x: axis, from: "", to: ""});
 export const toggleLog = view => view.set({log: view.get("log") === "1" ? "" : "1"});
 
 export function nextAxis(view) {
-  const names = AXES.map(([name]) => name);
-  chooseAxis(view, names[(names.indexOf(view.get("x")) + 1) % names.length]);
+  chooseAxis(view, AXES[(AXES.indexOf(view.get("x")) + 1) % AXES.length]);
 }
 
 export function changeSmoothing(view, by) {

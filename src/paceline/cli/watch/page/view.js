@@ -7,7 +7,6 @@ const DEFAULTS = new Map([
   ["log", ""],
   ["from", ""],
   ["to", ""],
-  ["hide", ""],
   ["rank", ""],
   ["q", ""],
   ["state", ""],
@@ -62,7 +61,7 @@ export class View extends EventTarget {
       this.#values.set(name, text);
     }
     if (!isChanged) return;
-    history.replaceState(null, "", this.address());
+    history.replaceState(null, "", this.addressOf());
     this.#announce(false);
   }
 
@@ -70,16 +69,16 @@ export class View extends EventTarget {
   open(run) {
     for (const name of OF_ONE_PAGE) this.#values.set(name, "");
     this.#values.set("run", run);
-    history.pushState(null, "", this.address());
+    history.pushState(null, "", this.addressOf());
     this.#announce(true);
   }
 
-  /** The address of the page with these changes. */
-  address(changes = {}) {
+  /** The address of a run's page, or of this one. */
+  addressOf(run = null) {
     const query = new URLSearchParams();
-    for (const [name, value] of [...this.#values, ...Object.entries(changes)])
-      if (value === DEFAULTS.get(name)) query.delete(name);
-      else query.set(name, value);
+    for (const [name, value] of this.#values)
+      if (value !== DEFAULTS.get(name) && (run === null || !OF_ONE_PAGE.includes(name))) query.set(name, value);
+    if (run !== null) query.set("run", run);
     return `${location.pathname}#${query}`;
   }
 
