@@ -11,9 +11,9 @@ import torch
 from paceline.checkpoint.errors import CheckpointError
 from paceline.core.errors import MisuseError
 from paceline.run.saving.state import model_differences
+from paceline.run.sharding.optimizers import PieceOptimizers
+from paceline.run.sharding.states import AVERAGE, part_of
 from paceline.run.step.build import named_parameters, plain_name
-from paceline.run.step.piece_optimizers import PieceOptimizers
-from paceline.run.step.piece_states import AVERAGE, part_of
 from paceline.run.step.replica import Replica
 
 # Runs a collective operation, and repeats it if a worker is lost.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from paceline.core.errors import MisuseError
-from paceline.run.step.piece_states import AVERAGE, WEIGHT, WholeStates, part_of, shaped_like
+from paceline.run.sharding.states import AVERAGE, WEIGHT, WholeStates, part_of, shaped_like
 from paceline.sync.gradients.division import Division
 from paceline.sync.gradients.shards import Shards
 
