@@ -71,6 +71,25 @@ def test_a_hyper_parameter_that_some_workers_change_is_named(
         pool.run(program, 2)
 
 
+def test_the_optimizer_among_several_of_one_type_is_named_by_its_group(pool: WorkerPool) -> None:
+    """Groups are counted over all optimizers, as in set_lr."""
+
+    def program() -> None:
+        def optimizers(parameters: list[torch.Tensor]) -> list[torch.optim.Optimizer]:
+            return [torch.optim.SGD(parameters[:2], lr=0.1), torch.optim.SGD(parameters[2:], lr=0.2)]
+
+        with pl.Trainer.setup(
+            build, optimizers, data=X, global_batch=8, micro_batch=4, balancing=pl.Balancing(shares=[1.0, 0.0])
+        ) as trainer:
+            for batch in next(trainer.epochs(1)):
+                trainer.backward(trainer.model(batch).square().mean())
+                trainer.optimizer[0].param_groups[0]["lr"] = 0.05
+                trainer.step()
+
+    with pytest.raises(WorkersFailed, match=r"'lr' in group 0 of SGD is 0\.1 on rank 1 and 0\.05 on rank 0"):
+        pool.run(program, 2)
+
+
 def test_a_scheduler_in_the_loop_body_is_found_on_three_workers(pool: WorkerPool) -> None:
     def program() -> str:
         schedulers: list[Any] = []

@@ -47,6 +47,10 @@ CHANGES: dict[str, dict[int, Callable[[Any, Any], object]]] = {
         1: lambda m, _: m.head.requires_grad_(False),
         3: lambda m, _: m.head.requires_grad_(True),
     },
+    "the other half": {
+        1: lambda m, _: m.head.requires_grad_(False),
+        3: lambda m, _: (m.head.requires_grad_(True), m.blocks.requires_grad_(False)),
+    },
     "add": {2: lambda m, o: o.add_param_group({"params": m.grow(), "lr": 0.05})},
     "add and remove": {
         1: lambda m, o: o.add_param_group({"params": m.grow()}),

@@ -95,7 +95,8 @@ class ProcessGroupCommunicator:
         return self._start("all_reduce", "allreduce", [_as_real(tensor)])
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
-        return self._start("broadcast", "broadcast", _as_real(tensor), source)
+        # As bytes: no backend carries every dtype.
+        return self._start("broadcast", "broadcast", tensor.detach().view(-1).view(torch.uint8), source)
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         self._start(f"send to rank {to}", "send", [tensor], to, 0).wait()

@@ -78,13 +78,13 @@ class Agreement:
         raise MisuseError("the workers' optimizers differ in number or type: every worker must build the same ones")
 
     def _hyper_parameters(self) -> dict[str, str]:
-        fields = {}
-        for optimizer in self._replica.optimizers:
-            for number, group in enumerate(optimizer.param_groups):
-                for key, value in group.items():
-                    if key != "params":
-                        fields[f"{key!r} in group {number} of {type(optimizer).__name__}"] = str(plain_value(value))
-        return fields
+        groups = [(type(each).__name__, group) for each in self._replica.optimizers for group in each.param_groups]
+        return {
+            f"{key!r} in group {number} of {kind}": str(plain_value(value))
+            for number, (kind, group) in enumerate(groups)
+            for key, value in group.items()
+            if key != "params"
+        }
 
 
 class FiniteWatch:

@@ -93,9 +93,13 @@ class CompressedGradients(MeanGradients):
         return list(self._residuals.values()) or None
 
     def load_residuals(self, saved: list[torch.Tensor] | None) -> None:
-        device = self._communicator.world.device
-        copies = [each.to(device, copy=True) for each in saved or ()]
-        self._set_residuals(dict(zip(self._bucket_names, copies, strict=False)))
+        sizes = [sums.layout.numel for sums in self._sums]
+        known: dict[tuple[str, ...], torch.Tensor] = {}
+        # Cut anew: the buckets on another kind of device have other sizes.
+        if saved and sum(sizes) == sum(map(len, saved)):
+            values = torch.cat(saved).to(self._communicator.world.device)
+            known = dict(zip(self._bucket_names, values.split(sizes), strict=True))
+        self._set_residuals(known)
 
 
 @dataclass(frozen=True)

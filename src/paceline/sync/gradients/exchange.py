@@ -186,7 +186,8 @@ class MeanGradients:
 
     def has_gradient(self) -> bool:
         for parameter in self._parameters:  # noqa: SIM110 - faster than any()
-            if parameter.grad is not None:
+            # One that is frozen now has none: the step is repeated with the new set of parameters.
+            if parameter.grad is not None or not parameter.requires_grad:
                 return True
         return False
 
