@@ -262,6 +262,37 @@ def test_parameters_that_are_added_frozen_and_unfrozen(pool: WorkerPool) -> None
     assert pool.run(lambda: grow(shard="optimizer"), 3) == [reference] * 3
 
 
+def test_the_average_of_a_parameter_that_was_unfrozen_is_resumed(tmp_path: Path, pool: WorkerPool) -> None:
+    """SGD without momentum has no state of it, by which it would be divided before."""
+
+    def averages(max_steps: int, folder: Path, **settings: Any) -> str:
+        def build() -> nn.Module:
+            model = mlp()
+            model[0].requires_grad_(False)
+            return model
+
+        optimization = pl.Optimization(ema=0.9, **settings)
+        settings = {"global_batch": 16, "micro_batch": 4, "exact": True, "checkpoints": pl.Checkpoints(folder)}
+        with pl.Trainer.setup(
+            build,
+            lambda p: torch.optim.SGD(p, lr=0.1),
+            data=vectors(64),
+            optimization=optimization,
+            **settings,
+        ) as trainer:
+            trainer.every(1, lambda _: trainer.model[0].requires_grad_(True))
+            for epoch in trainer.epochs(2, max_steps=max_steps):
+                for batch in epoch:
+                    trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
+                    trainer.step()
+            with trainer.ema_weights():
+                return digest(trainer.model.state_dict())
+
+    expected = averages(8, tmp_path / "whole")
+    pool.run(lambda: averages(4, tmp_path / "divided", shard="optimizer"), 2)
+    assert pool.run(lambda: averages(8, tmp_path / "divided", shard="optimizer"), 2) == [expected] * 2
+
+
 def test_fp16_and_plain_mode(pool: WorkerPool) -> None:
     """To rounding: plain sums depend on who adds them up."""
 
