@@ -13,8 +13,7 @@ from paceline.core.seeding import Purpose, derive_seed
 from paceline.sync.buffers import Buffers
 from paceline.sync.compression.exchange import WeightedSum, weighted_sum
 from paceline.sync.compression.settings import Compression
-from paceline.sync.gradients.exchange import MeanGradients
-from paceline.sync.gradients.sums import ExactSums, PlainSums
+from paceline.sync.gradients.exchange import MeanGradients, Sums
 from paceline.sync.step_numbers import StepNumbers
 from paceline.sync.strategy import Accept, UpdateUnless
 
@@ -53,7 +52,7 @@ class CompressedGradients(MeanGradients):
     def _bucket_names(self) -> list[tuple[str, ...]]:
         return [tuple(sums.layout.names) for sums in self._sums]
 
-    def _start(self, sums: ExactSums | PlainSums) -> Pending:
+    def _start(self, sums: Sums) -> Pending:
         number, numel, names = len(self._pending), sums.layout.numel, tuple(sums.layout.names)
         gradients, others, total = sums.flat[:numel], sums.flat[numel:], self._totals[number]
         if self._gaps[number]:

@@ -19,7 +19,9 @@ from paceline.plan.shares import Plan, owner
 from paceline.sync.buffers import Buffers
 from paceline.sync.gradients.grids import Grids
 from paceline.sync.gradients.layout import BucketLayout, cut_into_buckets, sum_dtype
-from paceline.sync.gradients.sums import ExactSums, OneTermSums, PlainSums
+from paceline.sync.gradients.rounding import ExactSums
+from paceline.sync.gradients.rounding_gpu import exact_sums
+from paceline.sync.gradients.sums import OneTermSums, PlainSums
 from paceline.sync.gradients.watch import GradientWatch
 from paceline.sync.numbers import NO_MESSAGE, WorkerMessage
 from paceline.sync.step_numbers import Layout, StepNumbers, StepNumbersWriter
@@ -135,7 +137,7 @@ class MeanGradients:
     def _sums_in(self, layout: BucketLayout, flat: torch.Tensor) -> Sums:
         flat.zero_()
         if self._is_exact:
-            return ExactSums(layout, flat)
+            return exact_sums(layout, flat)
         return OneTermSums(layout, flat, in_place=self._is_alone) if self._is_one_term else PlainSums(layout, flat)
 
     def _all_sums(self) -> Sequence[Sums]:

@@ -18,9 +18,10 @@ from paceline.core.errors import CommunicationError, GenerationEnded, MisuseErro
 from paceline.plan.shares import Plan
 from paceline.sync.gradients.exchange import MeanGradients, Sums
 from paceline.sync.gradients.layout import BucketLayout
-from paceline.sync.gradients.rounding import Workspace
+from paceline.sync.gradients.rounding import ExactSums, Workspace
+from paceline.sync.gradients.rounding_gpu import exact_sums
 from paceline.sync.gradients.shards import Bucket, Shards
-from paceline.sync.gradients.sums import ExactSums, OneTermSums, PlainSums
+from paceline.sync.gradients.sums import OneTermSums, PlainSums
 from paceline.sync.numbers import NO_MESSAGE, WorkerMessage
 from paceline.sync.step_numbers import StepNumbers
 
@@ -74,7 +75,7 @@ class ShardedGradients(MeanGradients):
 
     def _sums_in(self, layout: BucketLayout, flat: torch.Tensor) -> Sums:
         if self._is_exact:
-            return ExactSums(layout, flat.zero_(), self._workspaces[layout.dtype])
+            return exact_sums(layout, flat.zero_(), self._workspaces[layout.dtype])
         flat.zero_()
         return OneTermSums(layout, flat) if self._is_one_term else PlainSums(layout, flat)
 
