@@ -6,6 +6,7 @@ import os
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from threading import Thread
 from time import monotonic
 from typing import Any
@@ -92,7 +93,7 @@ class ProcessGroupCommunicator:
         )
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        return self._start("all_reduce", "allreduce", [_as_real(tensor)])
+        return self._start("all_reduce", "allreduce", [torch.view_as_real(tensor) if tensor.is_complex() else tensor])
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
         # As bytes: no backend carries every dtype.
@@ -108,10 +109,7 @@ class ProcessGroupCommunicator:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def owned(self, ownership: Ownership) -> list[OwnedBuffer]:
-        return owned_tensors(self, ownership, self._reduce)
-
-    def _reduce(self, tensor: torch.Tensor, target: int) -> Pending:
-        return self._start("reduce", "reduce", tensor, target)
+        return owned_tensors(self, ownership, partial(self._start, "reduce", "reduce"))
 
     def abort(self) -> None:
         """Fail the exchanges in progress, here and on the peers, and all later ones. Called from any thread."""
@@ -191,7 +189,3 @@ def _gloo_group(store: Any, world: World, timeout: timedelta) -> Any:
         group = gloo(store, world.rank, world.size, timeout)
     group.barrier().wait()  # a worker that is connected may close while others still connect to it
     return group
-
-
-def _as_real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -113,10 +113,6 @@ class StepNumbersWriter:
         self._own_message = slice(first, first + _MESSAGE)
         self._all_used = np.ones(layout.num_parameters, self._written.dtype).data
 
-    @property
-    def device(self) -> torch.device:
-        return self._space.device
-
     def clear(self) -> None:
         self._written.fill(0.0)
         if self._on_host is None:
@@ -255,8 +251,7 @@ class StepNumbers:
     @cached_property
     def timings(self) -> Sequence[Timing]:
         values = self._values("messages")
-        first, second, third, fourth = values[::_MESSAGE], values[1::_MESSAGE], values[2::_MESSAGE], values[3::_MESSAGE]
-        return list(map(Timing, first, second, third, fourth, values[4::_MESSAGE]))
+        return list(map(Timing, *(values[start::_MESSAGE] for start in range(_DIGEST))))
 
     @property
     def requests(self) -> Sequence[float]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from paceline.comm.base import Communicator, Failed, Pending
+from paceline.comm.base import Communicator, Pending, Settled
 from paceline.core.errors import CommunicationError, GenerationEnded, GradientError, MisuseError
 from paceline.plan.predict import BUCKET_BYTES, GPU_BUCKET_BYTES
 from paceline.plan.shares import Plan, owner
@@ -384,7 +384,7 @@ class MeanGradients:
                 self._pending.append(self._start(sums))
             except (CommunicationError, GenerationEnded) as error:
                 # Not inside the user's backward(): raised by `finish`, where the loop can go on without a lost worker.
-                self._pending.append(Failed(error))
+                self._pending.append(Settled(error))
 
     # Grids
 
