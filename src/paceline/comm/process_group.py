@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from threading import Thread
@@ -158,19 +159,18 @@ class ProcessGroupCommunicator:
         return CommunicationError(f"rank {rank} lost contact with the other workers in {operation}: {text}")
 
 
+@dataclass(slots=True)
 class _PendingWork:
-    def __init__(self, work: Any, operation: str, communicator: ProcessGroupCommunicator) -> None:
-        self._work = work
-        self._operation = operation
-        self._communicator = communicator
-        self._started_at = monotonic()
+    work: Any
+    operation: str
+    communicator: ProcessGroupCommunicator
+    started_s: float = field(default_factory=monotonic)
 
     def wait(self) -> None:
         try:
-            self._work.wait()
+            self.work.wait()
         except RuntimeError as error:
-            waited_s = monotonic() - self._started_at
-            raise self._communicator._translate(error, self._operation, waited_s) from None
+            raise self.communicator._translate(error, self.operation, monotonic() - self.started_s) from None
 
 
 def default_backend(world: World) -> str:

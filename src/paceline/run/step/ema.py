@@ -57,7 +57,7 @@ class WeightAverage:
             new = [own.to(average.dtype) for own, average in zip(weights, averages, strict=True)]
             torch._foreach_lerp_(averages, new, self._weight_of_new)
 
-    def _own_parts(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    def _own_parts(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The weights that this worker averages, and their averages."""
         return self._parameters, self._averages
 
@@ -130,7 +130,7 @@ class PieceAverage(WeightAverage):
             for piece in division.own_pieces(parameter):
                 self._pieces.averages[piece.weights] = piece.weights.to(_average_dtype(parameter), copy=True)
 
-    def _own_parts(self) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    def _own_parts(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         return list(self._pieces.averages), list(self._pieces.averages.values())
 
     def whole(self) -> list[torch.Tensor]:
