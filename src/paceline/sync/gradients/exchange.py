@@ -69,6 +69,8 @@ class MeanGradients:
         self._grid_state: dict[str, int] = {}
         self._num_repetitions = 0
         self._hooks: list[RemovableHandle] = []
+        self._world = communicator.world
+        self._memory: list[torch.Tensor] = []  # on CPUs: all that was allocated in this world
         self._lay_out(parameters, buffers)
 
     def set_parameters(self, parameters: Mapping[str, torch.Tensor], buffers: Buffers) -> None:
@@ -78,6 +80,9 @@ class MeanGradients:
 
     def _lay_out(self, parameters: Mapping[str, torch.Tensor], buffers: Buffers) -> None:
         world = self._communicator.world
+        if world is not self._world:
+            self._world, self._memory = world, []
+        self._unused = [*self._memory]
         self._is_alone = world.size == 1
         self._pending: list[Pending] = []
         self._was_left_exchanging = False
@@ -129,10 +134,20 @@ class MeanGradients:
         """Make the sums of all buckets. Returns the space for other numbers, at the end of the last one."""
         tails = [0] * (len(self._layouts) - 1) + [tail_numel]
         self._sums: list[Sums] = [
-            self._sums_in(layout, self._communicator.empty(layout.numel + tail, self._dtype_of(layout), layout.device))
+            self._sums_in(layout, self._empty(layout.numel + tail, self._dtype_of(layout), layout.device))
             for layout, tail in zip(self._layouts, tails, strict=True)
         ]
         return self._sums[-1].flat[self._layouts[-1].numel :]
+
+    def _empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for an exchange. An earlier set of parameters leaves some: shared memory is not freed during a run."""
+        for number, memory in enumerate(self._unused):
+            if (memory.numel(), memory.dtype) == (numel, dtype):
+                return self._unused.pop(number)
+        memory = self._communicator.empty(numel, dtype, device)
+        if device.type == "cpu" and not self._is_alone:
+            self._memory.append(memory)
+        return memory
 
     def _sums_in(self, layout: BucketLayout, flat: torch.Tensor) -> Sums:
         flat.zero_()

@@ -70,7 +70,7 @@ class ShardedGradients(MeanGradients):
             for bucket in buckets
             if (total := bucket.memory.total) is not None
         }
-        self._numbers_space = self._communicator.empty(tail_numel, self._dtype_of(buckets[-1].layout), device).zero_()
+        self._numbers_space = self._empty(tail_numel, self._dtype_of(buckets[-1].layout), device).zero_()
         return self._numbers_space
 
     def _sums_in(self, layout: BucketLayout, flat: torch.Tensor) -> Sums:
