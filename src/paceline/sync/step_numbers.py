@@ -242,7 +242,7 @@ class StepNumbers:
     @cached_property
     def timings(self) -> Sequence[Timing]:
         values = self._values("messages")
-        return list(map(Timing, *(values[start::_MESSAGE] for start in range(_DIGEST))))
+        return [Timing(*values[start : start + _DIGEST]) for start in range(0, len(values), _MESSAGE)]
 
     @property
     def requests(self) -> Sequence[float]:
