@@ -242,7 +242,8 @@ class StepNumbers:
     @cached_property
     def timings(self) -> Sequence[Timing]:
         values = self._values("messages")
-        return [Timing(*values[start : start + _DIGEST]) for start in range(0, len(values), _MESSAGE)]
+        first, second, third, fourth = values[::_MESSAGE], values[1::_MESSAGE], values[2::_MESSAGE], values[3::_MESSAGE]
+        return list(map(Timing, first, second, third, fourth, values[4::_MESSAGE]))
 
     @property
     def requests(self) -> Sequence[float]:
