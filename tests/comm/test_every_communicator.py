@@ -137,6 +137,15 @@ def test_any_tensor_is_exchanged_not_only_those_of_empty(gathering: Gathering) -
 
 
 @every_kind
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.complex64, torch.bfloat16, torch.uint64])
+def test_broadcasts_carry_every_dtype(gathering: Gathering, dtype: torch.dtype) -> None:
+    with gathering() as workers:
+        tensors = [torch.full((2, 1), rank % 2, dtype=torch.int64).to(dtype) for rank in range(SIZE)]
+        assert not any(together([w.broadcast(t, 3).wait for w, t in zip(workers, tensors, strict=True)]))
+        assert all(t.tolist() == [[1], [1]] for t in tensors)
+
+
+@every_kind
 def test_a_source_that_is_no_rank_is_an_error(gathering: Gathering) -> None:
     message = "source=4 is not a rank in a world of 4|invalid root rank: 4"
     with gathering() as workers, pytest.raises((ValueError, CommunicationError), match=message):

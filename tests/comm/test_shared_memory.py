@@ -9,6 +9,7 @@ import os
 import random
 import re
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -17,6 +18,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, NamedTuple
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -625,6 +627,18 @@ def call_all(worker: SharedMemoryCommunicator, tensors: list[torch.Tensor]) -> N
     for each in reversed(pending) if worker.world.rank else pending:
         each.wait()
         each.wait()
+
+
+def test_a_copied_tensor_is_not_kept_after_its_exchange() -> None:
+    with sharing(2) as workers:
+        arrays = [np.zeros(SCRATCH_BYTES[-1]) for _ in workers]
+        kept = [weakref.ref(array) for array in arrays]
+        together(
+            [lambda w=w, a=a: w.broadcast(torch.from_numpy(a)).wait() for w, a in zip(workers, arrays, strict=True)]
+        )
+        del arrays
+        gc.collect()
+        assert [each() for each in kept] == [None, None]
 
 
 def test_copies_are_matched_by_the_order_of_calls() -> None:

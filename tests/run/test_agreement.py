@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,9 @@ from worker_pool import WorkerPool, WorkersFailed
 import paceline as pl
 from paceline.comm.single import SingleCommunicator
 from paceline.core.world import World
+from paceline.errors import MisuseError
 from paceline.run.step import replica
+from paceline.run.step.checks import Agreement
 
 X = torch.randn(24, 6, generator=torch.Generator().manual_seed(0))
 
@@ -69,6 +72,46 @@ def test_a_hyper_parameter_that_some_workers_change_is_named(
 
     with pytest.raises(WorkersFailed, match=message + ".*scheduler=.*trainer.set_lr.*trainer.every"):
         pool.run(program, 2)
+
+
+def test_the_optimizer_among_several_of_one_type_is_named_by_its_group(pool: WorkerPool) -> None:
+    """Groups are counted over all optimizers, as in set_lr."""
+
+    def program() -> None:
+        def optimizers(parameters: list[torch.Tensor]) -> list[torch.optim.Optimizer]:
+            return [torch.optim.SGD(parameters[:2], lr=0.1), torch.optim.SGD(parameters[2:], lr=0.2)]
+
+        with pl.Trainer.setup(
+            build, optimizers, data=X, global_batch=8, micro_batch=4, balancing=pl.Balancing(shares=[1.0, 0.0])
+        ) as trainer:
+            for batch in next(trainer.epochs(1)):
+                trainer.backward(trainer.model(batch).square().mean())
+                trainer.optimizer[0].param_groups[0]["lr"] = 0.05
+                trainer.step()
+
+    with pytest.raises(WorkersFailed, match=r"'lr' in group 0 of SGD is 0\.1 on rank 1 and 0\.05 on rank 0"):
+        pool.run(program, 2)
+
+
+def test_on_gpus_all_workers_explain_a_difference_after_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the numbers arrive earlier on one of them: its messages would meet the gradients of the others."""
+
+    def explained_after(*, has_arrived: bool) -> int:
+        world = World(rank=0, size=2, device=torch.device("cuda"))
+        agreement: Any = Agreement(SimpleNamespace(), SimpleNamespace(world=world))  # type: ignore[arg-type]
+        for step in range(10):
+            numbers: Any = SimpleNamespace(digests=[1, 2], has_arrived=has_arrived)
+            with suppress(MisuseError):
+                agreement.check(numbers, now=False)
+                continue
+            return step
+        return -1
+
+    def explain(_: Agreement) -> None:
+        raise MisuseError
+
+    monkeypatch.setattr(Agreement, "_explain", explain)
+    assert explained_after(has_arrived=False) == explained_after(has_arrived=True) >= 0
 
 
 def test_a_scheduler_in_the_loop_body_is_found_on_three_workers(pool: WorkerPool) -> None:

@@ -47,6 +47,10 @@ CHANGES: dict[str, dict[int, Callable[[Any, Any], object]]] = {
         1: lambda m, _: m.head.requires_grad_(False),
         3: lambda m, _: m.head.requires_grad_(True),
     },
+    "the other half": {
+        1: lambda m, _: m.head.requires_grad_(False),
+        3: lambda m, _: (m.head.requires_grad_(True), m.blocks.requires_grad_(False)),
+    },
     "add": {2: lambda m, o: o.add_param_group({"params": m.grow(), "lr": 0.05})},
     "add and remove": {
         1: lambda m, o: o.add_param_group({"params": m.grow()}),
@@ -123,6 +127,32 @@ def test_a_change_on_some_workers_only_is_refused_by_all(pool: WorkerPool) -> No
         pool.run(partial(train, "add", "body", shares=[1.0, 0.0]), 2)
     with pytest.raises(WorkersFailed, match=r"parameter 'blocks\.0\.weight' is trained on rank 1 and not on rank 0"):
         pool.run(partial(train, "freeze", "body", shares=[1.0, 0.0]), 2)
+
+
+@pytest.mark.parametrize("shard", [None, "optimizer"])
+def test_sets_that_alternate_use_the_same_shared_memory(shard: Any, pool: WorkerPool) -> None:
+    """It is freed at the end of the run."""
+
+    def allocated() -> list[int]:
+        ends: list[int] = []
+
+        def alternate(record: pl.StepRecord) -> None:
+            trainer.model.head.requires_grad_(record.step % 2 == 0)
+            trainer.model.blocks.requires_grad_(record.step % 2 == 1)
+            ends.append(communicator._peers.own._end)
+
+        settings = {"data": X, "global_batch": 4, "micro_batch": 2, "shard": shard}
+        with pl.Trainer.setup(Growing, optimizer_of, **grouped(**settings)) as trainer:
+            communicator: Any = trainer.run.communicator
+            trainer.every(1, alternate)
+            for batch in next(trainer.epochs(1)):
+                trainer.backward(trainer.model(batch))
+                trainer.step()
+        return ends
+
+    for ends in pool.run(allocated, 2):
+        assert len(ends) == 8
+        assert len(set(ends[3:])) == 1
 
 
 def test_averaging_refuses_parameters_that_are_trained_later(pool: WorkerPool) -> None:

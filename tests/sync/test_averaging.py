@@ -664,6 +664,27 @@ def test_a_slow_links_run_that_is_resumed_measures_steps_of_its_own(tmp_path: Pa
         assert step_ms > 0.01
 
 
+def test_a_resumed_run_knows_the_loss_of_the_last_average(tmp_path: Path, pool: WorkerPool) -> None:
+    """A scheduler that follows the loss needs it in every step."""
+
+    def losses(root: Path, resume: Path | None = None) -> list[float]:
+        seen: list[float] = []
+        settings = {"global_batch": 8, "micro_batch": 2, "strategy": pl.Averaging(every=4)}
+        settings |= {"balancing": pl.Balancing(shares="equal")}
+        checkpoints = pl.Checkpoints(root, every_steps=4, keep_last=None, resume=resume or "auto")
+        with pl.Trainer.setup(mlp, sgd, data=(X, Y), checkpoints=checkpoints, **settings) as trainer:
+            trainer.every(1, lambda record: seen.append(record.loss))
+            for epoch in trainer.epochs(2):
+                for batch in epoch:
+                    trainer.backward(loss_of(trainer.model, batch))
+                    trainer.step()
+        return seen
+
+    undisturbed = pool.run(losses, 2, tmp_path / "a")
+    resumed = pool.run(losses, 2, tmp_path / "b", tmp_path / "a" / "step-00000004")
+    assert resumed == [seen[4:] for seen in undisturbed]
+
+
 def test_the_loss_scale_is_each_workers_own(tmp_path: Path, pool: WorkerPool) -> None:
     """fp16 overflows on one worker, before a checkpoint."""
 

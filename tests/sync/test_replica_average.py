@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.comm.base import DONE, Failed, Pending
+from paceline.comm.base import DONE, Pending, Settled
 from paceline.comm.single import SingleCommunicator
 from paceline.core.errors import CommunicationError
 from paceline.core.world import World
@@ -18,7 +18,7 @@ class BrokenSums(SingleCommunicator):
     is_broken = True
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        return Failed(CommunicationError("a worker was lost")) if self.is_broken else DONE
+        return Settled(CommunicationError("a worker was lost")) if self.is_broken else DONE
 
 
 def test_an_average_whose_statistics_fail_has_changed_nothing() -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import torch
 
@@ -128,21 +128,15 @@ class Link(Protocol):
     def close(self) -> None: ...
 
 
-class Done:
-    """A `Pending` that is already complete."""
+@dataclass(frozen=True)
+class Settled:
+    """A `Pending` that is already complete, or could not be started."""
+
+    error: BaseException | None = None
 
     def wait(self) -> None:
-        return
+        if self.error is not None:
+            raise self.error
 
 
-DONE = Done()
-
-
-class Failed:
-    """A `Pending` that could not be started."""
-
-    def __init__(self, error: BaseException) -> None:
-        self._error = error
-
-    def wait(self) -> NoReturn:
-        raise self._error
+DONE = Settled()

@@ -46,11 +46,10 @@ class HostLink:
                 self._accept_all(join_timeout_s)
             else:
                 self._connect(join_timeout_s)
-        except CommunicationError:
+        except BaseException as error:
             self.close()
-            raise
-        except OSError as error:
-            self.close()
+            if not isinstance(error, OSError):
+                raise
             kind = CommunicationTimeout if isinstance(error, TimeoutError) else CommunicationError
             raise kind(f"rank {world.rank} cannot connect to the workers of this host: {error}") from None
         for peer in self._peers.values():

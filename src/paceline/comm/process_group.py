@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from threading import Thread
 from time import monotonic
 from typing import Any
@@ -92,10 +94,11 @@ class ProcessGroupCommunicator:
         )
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        return self._start("all_reduce", "allreduce", [_as_real(tensor)])
+        return self._start("all_reduce", "allreduce", [torch.view_as_real(tensor) if tensor.is_complex() else tensor])
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Pending:
-        return self._start("broadcast", "broadcast", _as_real(tensor), source)
+        # As bytes: no backend carries every dtype.
+        return self._start("broadcast", "broadcast", tensor.detach().view(-1).view(torch.uint8), source)
 
     def send(self, tensor: torch.Tensor, to: int) -> None:
         self._start(f"send to rank {to}", "send", [tensor], to, 0).wait()
@@ -107,10 +110,7 @@ class ProcessGroupCommunicator:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def owned(self, ownership: Ownership) -> list[OwnedBuffer]:
-        return owned_tensors(self, ownership, self._reduce)
-
-    def _reduce(self, tensor: torch.Tensor, target: int) -> Pending:
-        return self._start("reduce", "reduce", tensor, target)
+        return owned_tensors(self, ownership, partial(self._start, "reduce", "reduce"))
 
     def abort(self) -> None:
         """Fail the exchanges in progress, here and on the peers, and all later ones. Called from any thread."""
@@ -159,19 +159,18 @@ class ProcessGroupCommunicator:
         return CommunicationError(f"rank {rank} lost contact with the other workers in {operation}: {text}")
 
 
+@dataclass(slots=True)
 class _PendingWork:
-    def __init__(self, work: Any, operation: str, communicator: ProcessGroupCommunicator) -> None:
-        self._work = work
-        self._operation = operation
-        self._communicator = communicator
-        self._started_at = monotonic()
+    work: Any
+    operation: str
+    communicator: ProcessGroupCommunicator
+    started_s: float = field(default_factory=monotonic)
 
     def wait(self) -> None:
         try:
-            self._work.wait()
+            self.work.wait()
         except RuntimeError as error:
-            waited_s = monotonic() - self._started_at
-            raise self._communicator._translate(error, self._operation, waited_s) from None
+            raise self.communicator._translate(error, self.operation, monotonic() - self.started_s) from None
 
 
 def default_backend(world: World) -> str:
@@ -190,7 +189,3 @@ def _gloo_group(store: Any, world: World, timeout: timedelta) -> Any:
         group = gloo(store, world.rank, world.size, timeout)
     group.barrier().wait()  # a worker that is connected may close while others still connect to it
     return group
-
-
-def _as_real(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -37,13 +37,13 @@ from paceline.run.saving.checkpointer import Checkpointer, RunParts
 from paceline.run.saving.identity import data_facts, identity
 from paceline.run.saving.options import Checkpoints
 from paceline.run.saving.state import plain_model
+from paceline.run.sharding.divide import divide
 from paceline.run.step.build import watch_replacement
 from paceline.run.step.ema import average_of
 from paceline.run.step.gc_policy import GcPolicy
 from paceline.run.step.loop import Loop
 from paceline.run.step.planner import planner_for
 from paceline.run.step.replica import OptimizerFactory, Replica, SchedulerFactory
-from paceline.run.step.sharding import divide
 from paceline.sync.averaging.strategy import AveragedReplicas, Averaging, GradientsFirst
 from paceline.sync.buffers import Buffers, statistics_of
 from paceline.sync.compression.gradients import CompressedGradients

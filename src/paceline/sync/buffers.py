@@ -242,9 +242,7 @@ class _Buffer:
         self.restore()
 
     def take(self, communicator: Communicator, owner: int) -> None:
-        value = self._noted if self._last is None else self._last
-        # Not every backend carries booleans.
-        carrier = value.to(torch.uint8) if value.dtype == torch.bool else value.clone()
-        communicator.broadcast(carrier, owner).wait()
-        self._noted = carrier.to(value.dtype)
+        value = (self._noted if self._last is None else self._last).clone(memory_format=torch.contiguous_format)
+        communicator.broadcast(value, owner).wait()
+        self._noted = value
         self.restore()

@@ -177,10 +177,6 @@ class OneLoss:
         return isinstance(self._source, list) or self._source.has_arrived
 
     @property
-    def weights(self) -> list[float]:
-        return [self.total_weight]
-
-    @property
     def timings(self) -> Sequence[Timing]:
         return (self._message.timing,)
 

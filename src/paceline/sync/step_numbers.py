@@ -60,15 +60,6 @@ class Layout:
         }
 
     @cached_property
-    def num_checked(self) -> int:
-        """The first numbers, which must be finite."""
-        return self.counts["losses"] + self.counts["largest"]
-
-    @cached_property
-    def num_device(self) -> int:
-        return self.num_checked + self.counts["peaks"]
-
-    @cached_property
     def total(self) -> int:
         return sum(self.counts.values())
 
@@ -112,10 +103,6 @@ class StepNumbersWriter:
         first = parts["messages"].start + _MESSAGE * rank
         self._own_message = slice(first, first + _MESSAGE)
         self._all_used = np.ones(layout.num_parameters, self._written.dtype).data
-
-    @property
-    def device(self) -> torch.device:
-        return self._space.device
 
     def clear(self) -> None:
         self._written.fill(0.0)
@@ -186,10 +173,9 @@ class StepNumbersWriter:
             self._written[parts["changed_buffers"]] = changed
         if self._on_host is None:
             # A copy from pinned memory is asynchronous.
-            start = self._layout.num_device
-            values = self._written[start:].tolist()  # torch cannot pin memory of an array
+            values = self._written[self._first_weight :].tolist()  # torch cannot pin memory of an array
             on_way = torch.tensor(values, dtype=self._space.dtype, pin_memory=self._space.is_cuda)
-            self._space[start:].copy_(on_way, non_blocking=True)
+            self._space[self._first_weight :].copy_(on_way, non_blocking=True)
 
     def numbers(self) -> StepNumbers:
         """All workers' numbers, after the exchange."""
@@ -230,7 +216,8 @@ class StepNumbers:
             if messages[start + _DIGEST : start + _MESSAGE] != first:
                 return False
         has_requests = any(first[_REQUEST - _DIGEST :])
-        return not has_requests and all(map(math.isfinite, self._source[: self._layout.num_checked]))
+        # Losses and the largest gradients.
+        return not has_requests and all(map(math.isfinite, self._source[: self._layout.parts["peaks"].start]))
 
     def _values(self, name: str) -> list[float]:
         source = self._source

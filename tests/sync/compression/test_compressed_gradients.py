@@ -15,6 +15,7 @@ from worker_pool import WorkerPool
 
 import paceline as pl
 from paceline.checkpoint.reader import Checkpoint
+from paceline.sync.gradients import exchange
 
 
 def run(strategy: Any, build: Any = mlp, data: Any = None, *, epochs: int = 2, **settings: Any) -> dict[str, Any]:
@@ -90,6 +91,36 @@ def test_a_resumed_run_goes_on_with_its_residuals(tmp_path: Path, pool: WorkerPo
     saved = [Checkpoint(checkpoint).load("residuals", f"rank-{rank}")["unsent"][0] for rank in range(2)]
     assert not torch.equal(*saved)
     assert pool.run(ends, 2, tmp_path / "b", checkpoint) == undisturbed
+
+
+def test_residuals_are_those_of_their_parameters_if_buckets_have_other_sizes(tmp_path: Path, pool: WorkerPool) -> None:
+    """As when a run that began on CPUs is resumed on GPUs."""
+
+    def residuals(max_steps: int, bucket_bytes: int) -> list[torch.Tensor]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(exchange, "BUCKET_BYTES", bucket_bytes)
+            with pl.Trainer.setup(
+                mlp,
+                lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+                data=vectors(64),
+                global_batch=8,
+                micro_batch=2,
+                strategy=pl.Gradients(compress="sparse"),
+                checkpoints=pl.Checkpoints(tmp_path),
+            ) as trainer:
+                for epoch in trainer.epochs(1, max_steps=max_steps):
+                    for batch in epoch:
+                        trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
+                        trainer.step()
+                return [each.clone() for each in trainer.run.loop.exchange.residuals()]  # type: ignore[attr-defined]
+
+    def before_and_after() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return residuals(3, 1 << 30), residuals(3, 1)
+
+    for before, after in pool.run(before_and_after, 2):
+        assert len(before) == 1 < len(after)
+        assert torch.equal(torch.cat(before), torch.cat(after))
+        assert before[0].any()
 
 
 @pytest.mark.parametrize("compress", ["int8", "sparse"])

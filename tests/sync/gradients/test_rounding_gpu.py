@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from paceline.sync.gradients.layout import BLOCK_NUMEL, BucketLayout
-from paceline.sync.gradients.rounding import CollectedGradients
-from paceline.sync.gradients.rounding_gpu import SWITCH, KernelAddition, kernels_on, rounded_addition
-from paceline.sync.gradients.sums import ExactSums, OneTermSums
+from paceline.sync.gradients.rounding_gpu import SWITCH, KernelSums, exact_sums, kernels_on
+from paceline.sync.gradients.sums import OneTermSums
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,14 +39,14 @@ def totals(
     parameters = {f"p{i}": torch.zeros(n, dtype=dtype, device=device) for i, n in enumerate(SIZES)}
     layout = BucketLayout(parameters, 0)
     total = torch.zeros(layout.numel, dtype=torch.float64, device=device)
-    addition = rounded_addition(layout, CollectedGradients(layout), total)
-    assert isinstance(addition, KernelAddition) == (kernels_on(layout.device) is not None)
-    addition.set_anchors(3.0 * 2.0 ** np.round(np.log2(SCALES) + 6))
+    sums = exact_sums(layout, total)
+    assert isinstance(sums, KernelSums) == (kernels_on(layout.device) is not None)
+    sums.set_anchors(3.0 * 2.0 ** np.round(np.log2(SCALES) + 6))
     peaks = []
     for number in range(3):
-        addition.add(gradients_of(layout, generator, where), weight, first=number == 0)
-        peaks.append(addition.take_peaks()[0].clone().cpu())
-    addition.settle()
+        sums.add(gradients_of(layout, generator, where), weight, first=number == 0)
+        peaks.append(sums.take_peaks()[0].clone().cpu())
+    sums.settle()
     return total.cpu(), peaks
 
 
@@ -74,9 +73,9 @@ def test_not_a_number_is_the_largest_of_all() -> None:
     gradients: list[torch.Tensor | None] = [torch.ones(1000, device="cuda"), torch.ones(3, device="cuda")]
     torch.Tensor.__setitem__(gradients[0], 700, torch.nan)
     total = torch.zeros(layout.numel, dtype=torch.float64, device="cuda")
-    addition = rounded_addition(layout, CollectedGradients(layout), total)
-    addition.add(gradients, 1.0, first=True)
-    assert addition.take_peaks().isnan().tolist() == [[True, False]]
+    sums = exact_sums(layout, total)
+    sums.add(gradients, 1.0, first=True)
+    assert sums.take_peaks().isnan().tolist() == [[True, False]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -88,7 +87,7 @@ def test_a_completed_sum_is_the_mean_without_a_further_pass(dtype: torch.dtype) 
     terms = [gradients_of(layout, generator, "aligned") for _ in range(3)]
     means = []
     for completes in (False, True):
-        sums = ExactSums(layout, torch.zeros(layout.numel, dtype=torch.float64, device="cuda"))
+        sums = exact_sums(layout, torch.zeros(layout.numel, dtype=torch.float64, device="cuda"))
         sums.set_anchors(3.0 * 2.0 ** np.round(np.log2(SCALES) + 6))
         for number, gradients in enumerate(terms):
             sums.add(gradients, 1 / 3, first=number == 0, last=completes and number == 2)

@@ -15,8 +15,8 @@ from paceline.comm.single import SingleCommunicator
 from paceline.core.world import World
 from paceline.sync.gradients.grids import Grids
 from paceline.sync.gradients.layout import BLOCK_NUMEL, BucketLayout, cut_into_buckets
-from paceline.sync.gradients.rounding import CPU_BLOCKS
-from paceline.sync.gradients.sums import ExactSums, PlainSums
+from paceline.sync.gradients.rounding import CPU_BLOCKS, ExactSums
+from paceline.sync.gradients.sums import PlainSums
 
 ALONE = SingleCommunicator(World())
 FLOAT32_ROUNDING = 2.0**-24

@@ -167,7 +167,7 @@ class SharedMemoryCommunicator:
             self._exchange_part(scratch, part, name, source).wait()
         pending = self._exchange_part(scratch, last, name, source)
         if flat.data_ptr() != tensor.data_ptr():
-            pending.copy_to = tensor, flat
+            pending.copies.append((tensor, flat))
         return pending
 
     def _exchange_part(
@@ -178,7 +178,7 @@ class SharedMemoryCommunicator:
         view = scratch.tensor[: part.numel()]
         if source is None or source == self.world.rank:
             view.copy_(part)
-        user = self._scratch_users[scratch] = _ScratchExchange(self.start(scratch, operation, source), view, part)
+        user = self._scratch_users[scratch] = _ScratchExchange(self.start(scratch, operation, source), [(part, view)])
         return user
 
     def _fail(self, error: BaseException) -> None:
@@ -230,25 +230,23 @@ class _Exchange:
         peers.own.receive(delivery)
 
 
+@dataclass(slots=True)
 class _ScratchExchange:
-    """An exchange in a scratch buffer. The next exchange that needs the buffer completes it."""
+    """An exchange in a scratch buffer. The next exchange that needs the buffer completes it.
 
-    def __init__(self, exchange: Pending, view: torch.Tensor, part: torch.Tensor) -> None:
-        self._exchange = exchange
-        self._view: torch.Tensor | None = view
-        self._part = part
-        self.copy_to: tuple[torch.Tensor, torch.Tensor] | None = None  # a tensor, and the copy that was exchanged
+    copies: targets and sources, to be copied when it is complete. Then they are dropped: this object lives on.
+    """
+
+    exchange: Pending
+    copies: list[tuple[torch.Tensor, torch.Tensor]]
 
     @torch.no_grad()
     def wait(self) -> None:
-        if self._view is None:
-            return
-        self._exchange.wait()
-        self._part.copy_(self._view)
-        if self.copy_to is not None:
-            tensor, copy = self.copy_to
-            tensor.copy_(copy.view(tensor.shape))
-        self._view = None
+        if self.copies:
+            self.exchange.wait()
+            for target, source in self.copies:
+                target.copy_(source.view(target.shape))
+            self.copies = []
 
 
 def _out_of_memory(numel: int, dtype: torch.dtype, error: OSError) -> CommunicationError:

@@ -198,10 +198,7 @@ class LocalPeers:
         for fd in self._pidfds.values():
             poll.register(fd, select.POLLIN)
         ended = dict(poll.poll(0))
-        found = {}
-        for rank, fd in self._pidfds.items():
-            if fd in ended:
-                found[rank] = "died"
+        found = {rank: "died" for rank, fd in self._pidfds.items() if fd in ended}
         for rank, segment in zip(self.ranks, self.segments, strict=True):
             if segment.state != State.OPEN:
                 found[rank] = "closed its communicator" if segment.state == State.CLOSED else "stopped after an error"

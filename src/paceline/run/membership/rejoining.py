@@ -24,12 +24,12 @@ from paceline.run.membership.generation import Generation
 from paceline.run.saving.checkpointer import Checkpointer
 from paceline.run.saving.state import HasState, load_random_state, load_replica, random_state, replica_states
 from paceline.run.settings import Optimization
+from paceline.run.sharding.divide import make_division
+from paceline.run.sharding.optimizers import PieceOptimizers
+from paceline.run.sharding.update import Phase, ShardedUpdate
 from paceline.run.step import loop_state
 from paceline.run.step.ema import PieceAverage, WeightAverage
 from paceline.run.step.loop import Loop
-from paceline.run.step.piece_optimizers import PieceOptimizers
-from paceline.run.step.sharded_update import Phase, ShardedUpdate
-from paceline.run.step.sharding import make_division
 from paceline.sync.compression.residuals import Residuals
 
 T = TypeVar("T")

@@ -278,7 +278,7 @@ def share_weights(model: Any, parameters: Mapping[str, torch.Tensor], communicat
         tensors = dict(parameters)
     _check_agreement(tensors, communicator)
     for tensor in tensors.values():
-        carrier = tensor.detach().to(torch.uint8) if tensor.dtype == torch.bool else tensor.detach().contiguous()
+        carrier = tensor.detach().contiguous()
         communicator.broadcast(carrier, 0).wait()
         tensor.copy_(carrier)
 

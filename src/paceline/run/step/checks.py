@@ -18,6 +18,7 @@ from paceline.comm.messages import gather
 from paceline.core.deferred import DeferredReader
 from paceline.core.errors import MisuseError, NonFiniteError, PacelineError
 from paceline.plan.shares import Plan, owner
+from paceline.run.step.planner import GPU_LAG_STEPS
 from paceline.run.step.replica import Number, Replica, plain_value
 from paceline.sync.loss_scale import LossScale
 from paceline.sync.numbers import LocalNumbers, Numbers
@@ -37,10 +38,12 @@ class Agreement:
     def __init__(self, replica: Replica, communicator: Communicator) -> None:
         self._replica = replica
         self._communicator = communicator
-        self._reader = DeferredReader[Numbers](self._compare, is_ready=lambda numbers: numbers.has_arrived)
+        # All workers read a step's numbers after the same exchange: those that differ are explained together.
+        lag = GPU_LAG_STEPS if communicator.world.device.type == "cuda" else 0
+        self._reader = DeferredReader[Numbers](self._compare, lag)
 
     def check(self, numbers: Numbers, *, now: bool) -> None:
-        """Raise on all workers if they differ. On a GPU: once the numbers have arrived, or `now`."""
+        """Raise on all workers if they differ. On a GPU some steps later, or `now`."""
         if self._communicator.world.size == 1 or isinstance(numbers, LocalNumbers):
             return
         self._reader.add(numbers)
@@ -78,13 +81,13 @@ class Agreement:
         raise MisuseError("the workers' optimizers differ in number or type: every worker must build the same ones")
 
     def _hyper_parameters(self) -> dict[str, str]:
-        fields = {}
-        for optimizer in self._replica.optimizers:
-            for number, group in enumerate(optimizer.param_groups):
-                for key, value in group.items():
-                    if key != "params":
-                        fields[f"{key!r} in group {number} of {type(optimizer).__name__}"] = str(plain_value(value))
-        return fields
+        groups = [(type(each).__name__, group) for each in self._replica.optimizers for group in each.param_groups]
+        return {
+            f"{key!r} in group {number} of {kind}": str(plain_value(value))
+            for number, (kind, group) in enumerate(groups)
+            for key, value in group.items()
+            if key != "params"
+        }
 
 
 class FiniteWatch:

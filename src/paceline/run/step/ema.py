@@ -11,9 +11,9 @@ import torch
 from paceline.checkpoint.errors import CheckpointError
 from paceline.core.errors import MisuseError
 from paceline.run.saving.state import model_differences
+from paceline.run.sharding.optimizers import PieceOptimizers
+from paceline.run.sharding.states import AVERAGE, part_of
 from paceline.run.step.build import named_parameters, plain_name
-from paceline.run.step.piece_optimizers import PieceOptimizers
-from paceline.run.step.piece_states import AVERAGE, part_of
 from paceline.run.step.replica import Replica
 
 # Runs a collective operation, and repeats it if a worker is lost.
@@ -39,18 +39,27 @@ class WeightAverage:
 
     def add(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Average these parameters too. New averages start with the current values."""
-        for name, parameter in parameters.items():
-            if plain_name(name) not in self._names:
-                self._names.append(plain_name(name))
-                self._parameters.append(parameter)
-                self._averages.append(parameter.detach().to(_average_dtype(parameter), copy=True))
+        new = {plain_name(name): p for name, p in parameters.items() if plain_name(name) not in self._names}
+        self._names += new
+        self._parameters += new.values()
+        self._begin(new)
+
+    def _begin(self, new: Mapping[str, torch.Tensor]) -> None:
+        self._averages += [p.detach().to(_average_dtype(p), copy=True) for p in new.values()]
 
     @torch.no_grad()
     def update(self) -> None:
         """Called after every optimizer step."""
-        self._check_not_in_use()
-        new = [p.to(average.dtype) for p, average in zip(self._parameters, self._averages, strict=True)]
-        torch._foreach_lerp_(self._averages, new, self._weight_of_new)
+        if self._is_in_use:
+            raise MisuseError("a step was taken inside ema_weights(), where the model has the averaged weights")
+        weights, averages = self._own_parts()
+        if averages:
+            new = [own.to(average.dtype) for own, average in zip(weights, averages, strict=True)]
+            torch._foreach_lerp_(averages, new, self._weight_of_new)
+
+    def _own_parts(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The weights that this worker averages, and their averages."""
+        return self._parameters, self._averages
 
     def whole(self) -> list[torch.Tensor]:
         """The averages of all parameters."""
@@ -102,10 +111,6 @@ class WeightAverage:
     def _take(self, state: Mapping[str, torch.Tensor]) -> None:
         _copy([state[name] for name in self._names], self._averages)
 
-    def _check_not_in_use(self) -> None:
-        if self._is_in_use:
-            raise MisuseError("a step was taken inside ema_weights(), where the model has the averaged weights")
-
     def _check_can_be_saved(self) -> None:
         if self._is_in_use:
             raise MisuseError("the run cannot be saved inside ema_weights(), where the model has the averaged weights")
@@ -118,22 +123,15 @@ class PieceAverage(WeightAverage):
         self._pieces = pieces
         super().__init__(replica, decay)
 
-    def add(self, parameters: Mapping[str, torch.Tensor]) -> None:
+    def _begin(self, new: Mapping[str, torch.Tensor]) -> None:
         division = self._pieces.shards.division
-        for name, parameter in parameters.items():
-            if plain_name(name) not in self._names:
-                self._names.append(plain_name(name))
-                self._parameters.append(parameter)
-                for view in [piece.weights for piece in division.own_pieces(parameter)]:
-                    self._pieces.averages[view] = view.to(_average_dtype(view), copy=True)
+        division.cover(new)  # a resumed run may have trained parameters that are frozen until its state is loaded
+        for parameter in new.values():
+            for piece in division.own_pieces(parameter):
+                self._pieces.averages[piece.weights] = piece.weights.to(_average_dtype(parameter), copy=True)
 
-    @torch.no_grad()
-    def update(self) -> None:
-        self._check_not_in_use()
-        averages = self._pieces.averages
-        if averages:
-            new = [view.to(average.dtype) for view, average in averages.items()]
-            torch._foreach_lerp_(list(averages.values()), new, self._weight_of_new)
+    def _own_parts(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return list(self._pieces.averages), list(self._pieces.averages.values())
 
     def whole(self) -> list[torch.Tensor]:
         """Called by all workers together."""

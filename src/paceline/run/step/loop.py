@@ -31,6 +31,8 @@ from paceline.plan.epoch import Position
 from paceline.plan.shares import Plan, sizes
 from paceline.run.config import RunConfig
 from paceline.run.saving.stopping import Stopped
+from paceline.run.sharding.divide import make_update
+from paceline.run.sharding.update import ShardedUpdate
 from paceline.run.step import checks, gc_policy
 from paceline.run.step.checks import Agreement, ReplicaCheck, UpdateCheck
 from paceline.run.step.ema import WeightAverage
@@ -43,8 +45,6 @@ from paceline.run.step.parameter_changes import ParameterChanges
 from paceline.run.step.planner import Planner
 from paceline.run.step.record import StepRecord
 from paceline.run.step.replica import Number, Replica
-from paceline.run.step.sharded_update import ShardedUpdate
-from paceline.run.step.sharding import make_update
 from paceline.run.step.stopwatch import TimeTotals, stopwatch_for
 from paceline.sync.averaging.strategy import Averaging
 from paceline.sync.loss_scale import LossScale

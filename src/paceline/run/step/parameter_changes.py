@@ -7,6 +7,7 @@ and then repeat the step with the new set.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -19,30 +20,23 @@ from paceline.sync.buffers import Buffers
 from paceline.sync.strategy import GradientExchange
 
 
+@dataclass
 class ParameterChanges:
     """added: the parameters that are new to the run, until the new set is used; None if the set has not changed."""
 
-    def __init__(
-        self,
-        replica: Replica,
-        communicator: Communicator,
-        exchange: GradientExchange,
-        average: WeightAverage | None,
-        hooks: Hooks,
-    ) -> None:
-        self.added: list[torch.Tensor] | None = None
-        self._replica = replica
-        self._communicator = communicator
-        self._exchange = exchange
-        self._average = average
-        self._hooks = hooks
+    replica: Replica
+    communicator: Communicator
+    exchange: GradientExchange
+    average: WeightAverage | None
+    hooks: Hooks
+    added: list[torch.Tensor] | None = None
 
     def note(self) -> None:
         """The replica's parameters have changed."""
-        added = [*(self.added or []), *self._replica.take_changes()]
-        if self._exchange.averages is not None:
-            self._exchange.averages.check_parameters(self._replica.parameters)
-        elif self._communicator.world.size == 1:
+        added = [*(self.added or []), *self.replica.take_changes()]
+        if self.exchange.averages is not None:
+            self.exchange.averages.check_parameters(self.replica.parameters)
+        elif self.communicator.world.size == 1:
             self.use(added)
         else:
             self.added = added
@@ -50,11 +44,11 @@ class ParameterChanges:
     def use(self, added: Sequence[torch.Tensor] = ()) -> None:
         """Train the replica's current parameters. All workers get rank 0's values of those in `added`."""
         self.added = None
-        replica, communicator = self._replica, self._communicator
+        replica, communicator = self.replica, self.communicator
         if added:
             share_weights(replica.model, replica.parameters, communicator)
-        self._exchange.set_parameters(replica.parameters, Buffers(replica.model, communicator))
-        if self._average is not None:
-            self._average.add(replica.parameters)
-        for hook in self._hooks.of_parameters:
+        self.exchange.set_parameters(replica.parameters, Buffers(replica.model, communicator))
+        if self.average is not None:
+            self.average.add(replica.parameters)
+        for hook in self.hooks.of_parameters:
             hook()

@@ -15,6 +15,7 @@ from torch import nn
 
 from paceline.comm.base import Communicator
 from paceline.core.errors import MisuseError
+from paceline.run.sharding.optimizers import PieceOptimizers
 from paceline.run.step.build import (
     as_list,
     build_model,
@@ -29,7 +30,6 @@ from paceline.run.step.build import (
 )
 from paceline.run.step.fused_optimizers import fuse, step_sgd
 from paceline.run.step.grad_norm import whole_norm
-from paceline.run.step.piece_optimizers import PieceOptimizers
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 # An optimizer over the parameters of an existing model, or a function from parameters to an optimizer.

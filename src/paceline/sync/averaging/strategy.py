@@ -227,6 +227,7 @@ class AveragedReplicas:
             "drifts": list(self._guard.drifts),
             "round": astuple(self._round),
             "is_link_measured": self._measurement.is_done,
+            "mean": tuple(self._mean),
         }
         return {"averaging": {**own, **self._average.state_dict()}}
 
@@ -242,6 +243,7 @@ class AveragedReplicas:
         self._average.load_state_dict(saved)
         self._losses.clear()
         self._round = WorkerRound(*saved["round"])
+        self._mean = RoundMean(*saved.get("mean", ()))  # older checkpoints have none
 
     def close(self) -> None:
         self._local_of_one.close()

@@ -6,12 +6,13 @@ workers that decode the same bytes get the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 
 from paceline.sync.compression.quantize import BlockQuantizer
-from paceline.sync.compression.settings import Compression
 from paceline.sync.compression.sparse import TopK
 
 
@@ -30,12 +31,10 @@ class Codec(Protocol):
         """Add `weight` times the decoded values. A block with an inf or NaN is not finite."""
 
 
-def codec_for(compression: Compression) -> Codec | None:
-    """None for encodings that can be added up as they are: fp32, bf16 and fp16."""
-    codecs: dict[str, Codec] = {"int8": BlockQuantizer(8), "int4": BlockQuantizer(4), "sparse": TopK()}
-    return codecs.get(compression)
-
-
-def summed_dtype(compression: Compression) -> torch.dtype:
-    """The dtype of an encoding without a codec."""
-    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(compression, torch.float32)
+# Values in these are added up on the way.
+SUMMED: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+CODECS: dict[str, Callable[[], Codec]] = {
+    "int8": partial(BlockQuantizer, 8),
+    "int4": partial(BlockQuantizer, 4),
+    "sparse": TopK,
+}

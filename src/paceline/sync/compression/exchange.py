@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from paceline.comm.base import Communicator, Pending
-from paceline.sync.compression.codec import Codec, codec_for, summed_dtype
+from paceline.sync.compression.codec import CODECS, SUMMED, Codec
 from paceline.sync.compression.settings import Compression
 
 
@@ -45,10 +45,9 @@ def weighted_sum(
     compression: Compression, numel: int, communicator: Communicator, message_length: int = 0
 ) -> WeightedSum:
     """For at most `numel` values in an exchange. All workers call this together."""
-    codec = codec_for(compression)
-    if codec is None:
-        return Summed(numel, summed_dtype(compression), communicator, message_length)
-    return Packed(numel, codec, communicator, message_length)
+    if compression in SUMMED:
+        return Summed(numel, SUMMED[compression], communicator, message_length)
+    return Packed(numel, CODECS[compression](), communicator, message_length)
 
 
 class Summed:

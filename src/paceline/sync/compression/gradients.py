@@ -13,8 +13,7 @@ from paceline.core.seeding import Purpose, derive_seed
 from paceline.sync.buffers import Buffers
 from paceline.sync.compression.exchange import WeightedSum, weighted_sum
 from paceline.sync.compression.settings import Compression
-from paceline.sync.gradients.exchange import MeanGradients
-from paceline.sync.gradients.sums import ExactSums, PlainSums
+from paceline.sync.gradients.exchange import MeanGradients, Sums
 from paceline.sync.step_numbers import StepNumbers
 from paceline.sync.strategy import Accept, UpdateUnless
 
@@ -53,7 +52,7 @@ class CompressedGradients(MeanGradients):
     def _bucket_names(self) -> list[tuple[str, ...]]:
         return [tuple(sums.layout.names) for sums in self._sums]
 
-    def _start(self, sums: ExactSums | PlainSums) -> Pending:
+    def _start(self, sums: Sums) -> Pending:
         number, numel, names = len(self._pending), sums.layout.numel, tuple(sums.layout.names)
         gradients, others, total = sums.flat[:numel], sums.flat[numel:], self._totals[number]
         if self._gaps[number]:
@@ -93,9 +92,13 @@ class CompressedGradients(MeanGradients):
         return list(self._residuals.values()) or None
 
     def load_residuals(self, saved: list[torch.Tensor] | None) -> None:
-        device = self._communicator.world.device
-        copies = [each.to(device, copy=True) for each in saved or ()]
-        self._set_residuals(dict(zip(self._bucket_names, copies, strict=False)))
+        sizes = [sums.layout.numel for sums in self._sums]
+        known: dict[tuple[str, ...], torch.Tensor] = {}
+        # Cut anew: the buckets on another kind of device have other sizes.
+        if saved and sum(sizes) == sum(map(len, saved)):
+            values = torch.cat(saved).to(self._communicator.world.device)
+            known = dict(zip(self._bucket_names, values.split(sizes), strict=True))
+        self._set_residuals(known)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import pairwise
+from typing import Literal
 
 import torch
 
@@ -21,15 +22,13 @@ class BlockQuantizer:
 
     keeps_residual = False  # unbiased
 
-    def __init__(self, bits: int) -> None:
-        if bits not in (4, 8):
-            raise ValueError(f"bits={bits}: choose 4 or 8")
+    def __init__(self, bits: Literal[4, 8]) -> None:
         self._bits = bits
         self.levels = 2 ** (bits - 1) - 1
         self._scratch = torch.empty(2, 0, BLOCK)
 
     def num_bytes(self, numel: int) -> int:
-        return _num_blocks(numel) * (SCALE_BYTES + BLOCK * self._bits // 8)
+        return num_blocks(numel, BLOCK) * (SCALE_BYTES + BLOCK * self._bits // 8)
 
     def encode(self, values: torch.Tensor, seed: int, packed: torch.Tensor) -> None:
         all_numbers, all_scales = self._sections(packed, values.numel())
@@ -63,15 +62,15 @@ class BlockQuantizer:
                 low.copy_(numbers.sub(numbers_high, alpha=16))
             part.add_(levels.mul_(all_scales[first:end] * weight).view(-1)[: len(part)])
 
-    def _empty(self, num_blocks: int, device: torch.device) -> torch.Tensor:
+    def _empty(self, count: int, device: torch.device) -> torch.Tensor:
         """Two sets of uninitialized blocks, in memory that is reused: page faults would take longer than the rest."""
-        if self._scratch.shape[1] < num_blocks or self._scratch.device != device:
-            self._scratch = torch.empty(2, num_blocks, BLOCK, device=device)
-        return self._scratch[:, :num_blocks]
+        if self._scratch.shape[1] < count or self._scratch.device != device:
+            self._scratch = torch.empty(2, count, BLOCK, device=device)
+        return self._scratch[:, :count]
 
     def _sections(self, packed: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The numbers and the scales, by block."""
-        count = _num_blocks(numel)
+        count = num_blocks(numel, BLOCK)
         numbers, scales = packed.split([count * BLOCK * self._bits // 8, count * SCALE_BYTES])
         return numbers.view(torch.int8).view(count, -1), scales.view(torch.float32).view(count, 1)
 
@@ -84,15 +83,15 @@ def in_blocks(values: torch.Tensor, size: int, out: torch.Tensor | None = None) 
     return values.view(-1, size)
 
 
-def _num_blocks(numel: int) -> int:
-    return max(1, -(-numel // BLOCK))
+def num_blocks(numel: int, size: int) -> int:
+    return max(1, -(-numel // size))
 
 
 def _chunks(values: torch.Tensor) -> list[tuple[int, int]]:
     """The ranges of blocks, of equal size, that are computed in one pass; on a GPU one range."""
-    num_blocks = _num_blocks(values.numel())
-    count = -(-num_blocks * BLOCK // CHUNK) if values.device.type == "cpu" else 1
-    return list(pairwise(num_blocks * number // count for number in range(count + 1)))
+    total = num_blocks(values.numel(), BLOCK)
+    count = -(-total * BLOCK // CHUNK) if values.device.type == "cpu" else 1
+    return list(pairwise(total * number // count for number in range(count + 1)))
 
 
 def _noise(device: torch.device, start: int, numel: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.sync.compression.quantize import in_blocks
+from paceline.sync.compression.quantize import in_blocks, num_blocks
 
 BLOCK = 4096  # a position in it takes 12 bits; the other 4 hold the value
 PER_BLOCK = 128
@@ -21,7 +21,7 @@ class TopK:
     keeps_residual = True
 
     def num_bytes(self, numel: int) -> int:
-        return _num_blocks(numel) * (SCALE_BYTES + 2 * PER_BLOCK)
+        return num_blocks(numel, BLOCK) * (SCALE_BYTES + 2 * PER_BLOCK)
 
     def encode(self, values: torch.Tensor, seed: int, packed: torch.Tensor) -> None:
         blocks = in_blocks(values, BLOCK)
@@ -35,14 +35,10 @@ class TopK:
         torch.cat([parts.view(-1), scales.view(torch.uint8).view(-1)], out=packed)
 
     def add_decoded(self, packed: torch.Tensor, weight: float, to: torch.Tensor) -> None:
-        count = _num_blocks(to.numel())
+        count = num_blocks(to.numel(), BLOCK)
         scales = packed[-count * SCALE_BYTES :].view(torch.float32).view(count, 1)
         parts = packed[: -count * SCALE_BYTES].view(count, PER_BLOCK, 2).to(torch.int64)
         entries = parts[..., 0] | parts[..., 1] << 8
         values = (entries & 15).sub_(8).to(torch.float32).mul_(scales)
         blocks = torch.zeros(count, BLOCK, device=packed.device)
         to.add_(blocks.scatter_(1, entries >> 4, values).view(-1)[: to.numel()], alpha=weight)
-
-
-def _num_blocks(numel: int) -> int:
-    return max(1, -(-numel // BLOCK))

@@ -12,14 +12,16 @@ import numpy as np
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from paceline.comm.base import Communicator, Failed, Pending
+from paceline.comm.base import Communicator, Pending, Settled
 from paceline.core.errors import CommunicationError, GenerationEnded, GradientError, MisuseError
 from paceline.plan.predict import BUCKET_BYTES, GPU_BUCKET_BYTES
 from paceline.plan.shares import Plan, owner
 from paceline.sync.buffers import Buffers
-from paceline.sync.gradients.grids import Grids
+from paceline.sync.gradients.grids import Grids, misfit
 from paceline.sync.gradients.layout import BucketLayout, cut_into_buckets, sum_dtype
-from paceline.sync.gradients.sums import ExactSums, OneTermSums, PlainSums
+from paceline.sync.gradients.rounding import ExactSums, Workspace
+from paceline.sync.gradients.rounding_gpu import exact_sums
+from paceline.sync.gradients.sums import OneTermSums, PlainSums
 from paceline.sync.gradients.watch import GradientWatch
 from paceline.sync.numbers import NO_MESSAGE, WorkerMessage
 from paceline.sync.step_numbers import Layout, StepNumbers, StepNumbersWriter
@@ -67,6 +69,9 @@ class MeanGradients:
         self._grid_state: dict[str, int] = {}
         self._num_repetitions = 0
         self._hooks: list[RemovableHandle] = []
+        self._workspaces: dict[torch.dtype, Workspace] = {}
+        self._world = communicator.world
+        self._memory: list[torch.Tensor] = []  # on CPUs: all that was allocated in this world
         self._lay_out(parameters, buffers)
 
     def set_parameters(self, parameters: Mapping[str, torch.Tensor], buffers: Buffers) -> None:
@@ -76,6 +81,9 @@ class MeanGradients:
 
     def _lay_out(self, parameters: Mapping[str, torch.Tensor], buffers: Buffers) -> None:
         world = self._communicator.world
+        if world is not self._world:
+            self._world, self._memory = world, []
+        self._unused = [*self._memory]
         self._is_alone = world.size == 1
         self._pending: list[Pending] = []
         self._was_left_exchanging = False
@@ -127,16 +135,30 @@ class MeanGradients:
         """Make the sums of all buckets. Returns the space for other numbers, at the end of the last one."""
         tails = [0] * (len(self._layouts) - 1) + [tail_numel]
         self._sums: list[Sums] = [
-            self._sums_in(layout, self._communicator.empty(layout.numel + tail, self._dtype_of(layout), layout.device))
+            self._sums_in(
+                layout,
+                self._empty(layout.numel + tail, self._dtype_of(layout), layout.device),
+                in_place=self._is_alone,
+            )
             for layout, tail in zip(self._layouts, tails, strict=True)
         ]
         return self._sums[-1].flat[self._layouts[-1].numel :]
 
-    def _sums_in(self, layout: BucketLayout, flat: torch.Tensor) -> Sums:
+    def _empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory for an exchange. An earlier set of parameters leaves some: shared memory is not freed during a run."""
+        for number, memory in enumerate(self._unused):
+            if (memory.numel(), memory.dtype) == (numel, dtype):
+                return self._unused.pop(number)
+        memory = self._communicator.empty(numel, dtype, device)
+        if device.type == "cpu" and not self._is_alone:
+            self._memory.append(memory)
+        return memory
+
+    def _sums_in(self, layout: BucketLayout, flat: torch.Tensor, *, in_place: bool = False) -> Sums:
         flat.zero_()
         if self._is_exact:
-            return ExactSums(layout, flat)
-        return OneTermSums(layout, flat, in_place=self._is_alone) if self._is_one_term else PlainSums(layout, flat)
+            return exact_sums(layout, flat, self._workspaces.get(layout.dtype))
+        return OneTermSums(layout, flat, in_place=in_place) if self._is_one_term else PlainSums(layout, flat)
 
     def _all_sums(self) -> Sequence[Sums]:
         return self._sums
@@ -186,7 +208,8 @@ class MeanGradients:
 
     def has_gradient(self) -> bool:
         for parameter in self._parameters:  # noqa: SIM110 - faster than any()
-            if parameter.grad is not None:
+            # One that is frozen now has none: the step is repeated with the new set of parameters.
+            if parameter.grad is not None or not parameter.requires_grad:
                 return True
         return False
 
@@ -244,7 +267,8 @@ class MeanGradients:
         # Before the peaks are read: a GPU is busy with this while the host waits for them.
         self._publish(numbers)
         if update_unless is not None and self._is_exact:
-            update_unless(self._misfit())
+            is_void = misfit(self._writer.peaks_of_all(), self._plan[-1].stop, self._grid_limits)
+            update_unless(is_void.to(torch.float32))
         if not accept(numbers) or (self._is_exact and not self._fits(numbers)):
             self.complete()
             if self._has_buffers:
@@ -381,7 +405,7 @@ class MeanGradients:
                 self._pending.append(self._start(sums))
             except (CommunicationError, GenerationEnded) as error:
                 # Not inside the user's backward(): raised by `finish`, where the loop can go on without a lost worker.
-                self._pending.append(Failed(error))
+                self._pending.append(Settled(error))
 
     # Grids
 
@@ -402,14 +426,6 @@ class MeanGradients:
 
     def _peaks_of(self, sums: ExactSums, gradients: list[torch.Tensor | None]) -> torch.Tensor:
         return sums.peaks_of(gradients, self._factor)
-
-    def _misfit(self) -> torch.Tensor:
-        """On the device: 1.0 if some sum left its grid, as `Grids.fit` judges on the host."""
-        peaks, num_terms = self._writer.peaks_of_all(), self._plan[-1].stop
-        reach = peaks * num_terms
-        is_judged = (reach > 0) & reach.isfinite()
-        largest, coarsest = self._grid_limits
-        return (is_judged & ((reach > largest) | (peaks < coarsest))).any().to(torch.float32)
 
     def _fits(self, numbers: StepNumbers) -> bool:
         """Whether every sum stayed on its grid. Moves the grids, for a repetition or for the next step."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -66,10 +67,7 @@ class Grids:
 
     def fit(self, peaks: Floats, num_terms: int) -> bool:
         """Whether every tensor's terms can be summed on its grid: within the limit, and not too coarsely."""
-        reach = peaks * num_terms
-        is_judged = (reach > 0) & np.isfinite(reach)
-        largest, coarsest = self.limits
-        return not bool((is_judged & ((reach > largest) | (peaks < coarsest))).any())
+        return not misfit(torch.from_numpy(peaks), num_terms, [torch.from_numpy(each) for each in self.limits])
 
     def follow(self, peaks: Floats, num_terms: int) -> bool:
         """Move the grids for which these peaks are outside the comfortable range. Returns whether any moved."""
@@ -111,3 +109,11 @@ class Grids:
         """By tensor: between which values the sum of its terms may be for its grid to stay."""
         high, low = (np.ldexp(1.0, self._tops - bits) for bits in COMFORT_BITS)
         return low, high
+
+
+def misfit(peaks: torch.Tensor, num_terms: int, limits: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Whether some tensor's terms cannot be summed on its grid, on the peaks' device. limits: see `Grids.limits`."""
+    reach = peaks * num_terms
+    is_judged = (reach > 0) & reach.isfinite()
+    largest, coarsest = limits
+    return (is_judged & ((reach > largest) | (peaks < coarsest))).any()

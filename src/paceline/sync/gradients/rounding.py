@@ -1,4 +1,4 @@
-"""Adds weighted, rounded gradients to float64 sums: one pass over a flat buffer, with no work per parameter."""
+"""Exact sums: weighted, rounded gradients in float64. One pass over a flat buffer, with no work per parameter."""
 
 from __future__ import annotations
 
@@ -63,33 +63,34 @@ class CollectedGradients:
             torch._foreach_copy_(views, found)
 
 
-class RoundedAddition:
-    """total += round(weight * gradient) over the flat buffers of one bucket, each block on its parameter's grid.
+class ExactSums:
+    """sums += round(weight * gradient), each block on its parameter's grid: independent of the order of the additions.
+
+    flat: float64 zeros, to be exchanged; its end has other numbers. workspace: shared with other sums; without one, the
+    sums have their own.
 
     `take_peaks` returns each parameter's largest |weight * gradient| in the calls of `add` since the last `take_peaks`;
-    it must be called after `capacity` of them.
+    it must be called after `peaks_capacity` of them.
 
-    On a CPU the total contains its blocks' anchors after every other call, until `settle`: anchors of alternating signs
+    On a CPU the sums contain their blocks' anchors after every other call, until `settle`: anchors of alternating signs
     cancel, which saves a pass over all numbers.
     """
 
-    def __init__(
-        self,
-        layout: BucketLayout,
-        collected: CollectedGradients,
-        total: torch.Tensor,
-        workspace: Workspace | None = None,
-    ) -> None:
-        self._layout = layout
-        self._collected = collected
-        self._gradient = collected.flat.view(-1, BLOCK_NUMEL)
-        self._total = total.view(-1, BLOCK_NUMEL)
+    def __init__(self, layout: BucketLayout, flat: torch.Tensor, workspace: Workspace | None = None) -> None:
+        self.layout = layout
+        self._flat = flat
+        self._payload = flat[: layout.numel]
+        # In the parameters' dtype: the gradients of a micro-batch while they are added, and finally the means.
+        self._collected = CollectedGradients(layout, workspace)
+        self._has_means = False
+        self._gradient = self._collected.flat.view(-1, BLOCK_NUMEL)
+        self._total = self._payload.view(-1, BLOCK_NUMEL)
         self._anchors = torch.ones(len(layout), dtype=torch.float64, device=layout.device)
         self._peaks = torch.zeros(len(layout), dtype=torch.float64, device=layout.device)
         self._weights: list[float] = []  # their magnitudes, of the calls whose peaks were not taken yet
         self._is_anchored = False
         self._owners = torch.from_numpy(layout.owner_of_block.astype(np.int32)).to(layout.device)
-        self.capacity = NUM_PEAKS if layout.device.type == "cpu" and workspace is None else 1
+        self.peaks_capacity = NUM_PEAKS if layout.device.type == "cpu" and workspace is None else 1
         if layout.device.type == "cpu":
             ones = torch.ones(layout.num_blocks, 1, dtype=torch.float64)
             self._anchors_of_block = torch.stack([ones, -ones])
@@ -97,26 +98,32 @@ class RoundedAddition:
             whole = self._gradient, self._total, *self._anchors_of_block
             chunks = zip(*(each.split(CPU_BLOCKS) for each in whole), strict=True)
             self._chunks = [(*chunk, scratch[: len(chunk[0])]) for chunk in chunks]
-            self._ends = _Ends(layout, self._gradient, self.capacity)
+            self._ends = _Ends(layout, self._gradient, self.peaks_capacity)
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """The sums of all calls of `add`."""
+        self.settle()
+        return self._flat
 
     def set_anchors(self, anchors: np.ndarray) -> None:
-        """One per parameter of the bucket."""
+        """The anchors of the grids, one per parameter of the bucket."""
         self._anchors.copy_(torch.from_numpy(anchors))
-        if self._layout.device.type == "cpu":
+        if self.layout.device.type == "cpu":
             positive, negative = self._anchors_of_block.numpy()[:, :, 0]
-            np.take(anchors, self._layout.owner_of_block, out=positive)
+            np.take(anchors, self.layout.owner_of_block, out=positive)
             np.negative(positive, out=negative)
 
-    def add(self, gradients: list[torch.Tensor | None], weight: float, *, first: bool, last: bool = False) -> bool:
-        """`first` overwrites the total instead of adding to it.
+    def add(self, gradients: list[torch.Tensor | None], weight: float, *, first: bool, last: bool = False) -> None:
+        """`first` overwrites the sums instead of adding to them.
 
-        `last` allows it to write the sum to the collected gradients instead of the total. Returns whether it did.
+        last: they are complete after this, are not exchanged, and `means` has no divisor.
         """
         self._begin(weight, first=first)
         self._collected.collect(gradients)
-        if not self._layout.num_blocks:
-            return False
-        if self._layout.device.type == "cpu":
+        if not self.layout.num_blocks:
+            return
+        if self.layout.device.type == "cpu":
             self._add_on_host(weight, first=first)
         else:
             term = self._gradient.to(torch.float64).mul_(weight)
@@ -124,9 +131,9 @@ class RoundedAddition:
             anchors = self._anchors[self._owners][:, None]
             term.add_(anchors).sub_(anchors)
             self._total.copy_(term) if first else self._total.add_(term)
-        return False
 
     def _begin(self, weight: float, *, first: bool) -> None:
+        self._has_means = False
         if first:
             self._weights.clear()
         self._weights.append(abs(weight))
@@ -134,26 +141,27 @@ class RoundedAddition:
     def peaks_of(self, gradients: list[torch.Tensor | None], weight: float) -> torch.Tensor:
         """The peaks of these gradients, without adding them."""
         self._collected.collect(gradients)
-        if self._layout.num_blocks:
+        if self.layout.num_blocks:
             self._gather_peaks(self._gradient.to(torch.float64).mul_(weight).abs_().amax(1))
         return self._peaks
 
     def take_peaks(self) -> Peaks:
         """By call of `add` since the last `take_peaks`, and by parameter."""
         weights, self._weights = self._weights, []
-        if self._layout.device.type != "cpu":
+        if self.layout.device.type != "cpu":
             return self._peaks[None]
         largest = self._ends.peaks(len(weights))
         return [[weight * peak for peak in row] for weight, row in zip(weights, largest, strict=True)]
 
     def clear(self) -> None:
-        """Set the total to zero and forget the peaks."""
+        """Set the sums to zero and forget the peaks."""
+        self._has_means = False
         self._total.zero_()
         self._weights.clear()
         self._is_anchored = False
 
     def _add_on_host(self, weight: float, *, first: bool) -> None:
-        is_one_pass = self._layout.dtype != torch.float64 and _fits_29_bits(weight)
+        is_one_pass = self.layout.dtype != torch.float64 and _fits_29_bits(weight)
         call = len(self._weights) - 1
         self._is_anchored = first or not self._is_anchored
         for number, (gradient, total, positive, negative, scratch) in enumerate(self._chunks):
@@ -171,14 +179,21 @@ class RoundedAddition:
             self._ends.note(call, number)  # while the chunk is in the cache
 
     def settle(self) -> None:
-        """Remove the anchors, so that the total is the sum of the terms."""
+        """Remove the anchors, so that the memory of `flat` has the sums of the terms."""
         if self._is_anchored:
             self._is_anchored = False
             for _, total, _, negative, _ in self._chunks:
                 total.add_(negative)
 
+    def means(self, divisor: torch.Tensor | None) -> list[torch.Tensor]:
+        """The sums, divided by `divisor` if given, in the parameters' dtype."""
+        if not self._has_means:
+            self.settle()
+            self._collected.flat.copy_(self._payload if divisor is None else self._payload / divisor)
+        return self._collected.views
+
     def _gather_peaks(self, peak_of_block: torch.Tensor) -> None:
-        self._peaks.copy_(torch.from_numpy(self._layout.peaks(peak_of_block.double().cpu().numpy())))
+        self._peaks.copy_(torch.from_numpy(self.layout.peaks(peak_of_block.double().cpu().numpy())))
 
 
 class _Ends:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from paceline.sync.gradients.layout import BLOCK_NUMEL, BucketLayout, memory_order
-from paceline.sync.gradients.rounding import NUM_PEAKS, CollectedGradients, Peaks, RoundedAddition, Workspace
+from paceline.sync.gradients.rounding import NUM_PEAKS, ExactSums, Peaks, Workspace
 
 logger = logging.getLogger("paceline")
 
@@ -27,14 +27,12 @@ _MAX_TABLES = 64
 _dtype = attrgetter("dtype")
 
 
-def rounded_addition(
-    layout: BucketLayout, collected: CollectedGradients, total: torch.Tensor, workspace: Workspace | None = None
-) -> RoundedAddition:
+def exact_sums(layout: BucketLayout, flat: torch.Tensor, workspace: Workspace | None = None) -> ExactSums:
     """With the kernel if it can be used; the result is the same."""
     kernels = kernels_on(layout.device)
     if kernels is None or not layout.num_blocks:
-        return RoundedAddition(layout, collected, total, workspace)
-    return KernelAddition(layout, collected, total, kernels, capacity=NUM_PEAKS if workspace is None else 1)
+        return ExactSums(layout, flat, workspace)
+    return KernelSums(layout, flat, kernels, workspace)
 
 
 class GradientTables:
@@ -83,19 +81,19 @@ class GradientTables:
         return all(memory_order(g) == memory_order(like) for g, like in zip(found, likes, strict=True))
 
 
-class KernelAddition(RoundedAddition):
-    """`RoundedAddition` by a kernel. Gradients that it cannot read in place are collected first."""
+class KernelSums(ExactSums):
+    """`ExactSums` by a kernel. Gradients that it cannot read in place are collected first."""
 
     def __init__(
-        self, layout: BucketLayout, collected: CollectedGradients, total: torch.Tensor, kernels: Any, capacity: int = 1
+        self, layout: BucketLayout, flat: torch.Tensor, kernels: Any, workspace: Workspace | None = None
     ) -> None:
-        super().__init__(layout, collected, total)
+        super().__init__(layout, flat, workspace)
         self._kernel = kernels.add_rounded
         self._tables = GradientTables(layout)
-        self.capacity = capacity
-        self._peaks_of_calls = torch.zeros(capacity, len(layout), dtype=torch.float64, device=layout.device)
+        self.peaks_capacity = NUM_PEAKS if workspace is None else 1
+        self._peaks_of_calls = torch.zeros(self.peaks_capacity, len(layout), dtype=torch.float64, device=layout.device)
 
-    def add(self, gradients: list[torch.Tensor | None], weight: float, *, first: bool, last: bool = False) -> bool:
+    def add(self, gradients: list[torch.Tensor | None], weight: float, *, first: bool, last: bool = False) -> None:
         self._begin(weight, first=first)
         if len(self._weights) == 1:
             self._peaks_of_calls.zero_()
@@ -105,14 +103,14 @@ class KernelAddition(RoundedAddition):
             addresses = self._tables.addresses_of([*self._collected.views])
             assert addresses is not None
         tables = self._tables
-        with torch.cuda.device(self._layout.device):
+        with torch.cuda.device(self.layout.device):
             self._kernel[(tables.num_chunks,)](
                 addresses, tables.numels, tables.first_chunks, tables.owner_of_chunk, tables.offsets, self._anchors,
                 self._peaks_of_calls[len(self._weights) - 1].view(torch.int64), self._total, self._gradient,
                 _bits(weight), IS_FIRST=first, IS_LAST=last, CHUNK=CHUNK_NUMEL, BLOCK=BLOCK_NUMEL,
                 enable_fp_fusion=False,  # fused multiply-add would round once instead of twice
             )  # fmt: skip
-        return last
+        self._has_means = last
 
     def take_peaks(self) -> Peaks:
         weights, self._weights = self._weights, []
@@ -161,9 +159,7 @@ def _tried_kernels(device: torch.device) -> Any:
 
         layout = BucketLayout({"": torch.zeros(BLOCK_NUMEL, device=device)}, 0)
         total = torch.zeros(BLOCK_NUMEL, dtype=torch.float64, device=device)
-        KernelAddition(layout, CollectedGradients(layout), total, exact_kernel).add(
-            [*layout.parameters], 1.0, first=True
-        )
+        KernelSums(layout, total, exact_kernel).add([*layout.parameters], 1.0, first=True)
     except Exception as error:  # no package, no compiler, no support for the device, ...
         reason = str(error).partition("\n")[0] or type(error).__name__
         logger.info("exact sums on %s do not use the Triton kernels: %s", device, reason)

@@ -18,9 +18,8 @@ from paceline.core.errors import CommunicationError, GenerationEnded, MisuseErro
 from paceline.plan.shares import Plan
 from paceline.sync.gradients.exchange import MeanGradients, Sums
 from paceline.sync.gradients.layout import BucketLayout
-from paceline.sync.gradients.rounding import Workspace
+from paceline.sync.gradients.rounding import ExactSums, Workspace
 from paceline.sync.gradients.shards import Bucket, Shards
-from paceline.sync.gradients.sums import ExactSums, OneTermSums, PlainSums
 from paceline.sync.numbers import NO_MESSAGE, WorkerMessage
 from paceline.sync.step_numbers import StepNumbers
 
@@ -69,14 +68,8 @@ class ShardedGradients(MeanGradients):
             for bucket in buckets
             if (total := bucket.memory.total) is not None
         }
-        self._numbers_space = self._communicator.empty(tail_numel, self._dtype_of(buckets[-1].layout), device).zero_()
+        self._numbers_space = self._empty(tail_numel, self._dtype_of(buckets[-1].layout), device).zero_()
         return self._numbers_space
-
-    def _sums_in(self, layout: BucketLayout, flat: torch.Tensor) -> Sums:
-        if self._is_exact:
-            return ExactSums(layout, flat.zero_(), self._workspaces[layout.dtype])
-        flat.zero_()
-        return OneTermSums(layout, flat) if self._is_one_term else PlainSums(layout, flat)
 
     # A step
 

@@ -57,10 +57,12 @@ class Shards:
         self.buckets: list[Bucket] = []
         self.trained: dict[str, torch.Tensor] = {}  # in the order of the buckets
         self.used: set[int] = set()  # the parameters, by id, that have a mean gradient in this step
+        self._owned: list[tuple[Ownership, list[OwnedBuffer]]] = []  # on CPUs: all that was allocated for this division
 
     def divide_again(self, division: Division) -> None:
         """The workers have changed. `train` follows."""
         self.division = division
+        self._owned = []
 
     def train(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Set the parameters that are trained from now on."""
@@ -95,7 +97,13 @@ class Shards:
             numels = [max(bucket.layout.numel, 1) for bucket in buckets]
             holders = [bucket.holders for bucket in buckets]
             ownership = Ownership(numels, holders, dtype, self.communicator.world.device, NUM_SLOTS)
-            for bucket, memory in zip(buckets, self.communicator.owned(ownership), strict=True):
+            # An earlier set of parameters leaves some: shared memory is not freed during a run.
+            memories = next((made for known, made in self._owned if known == ownership), None)
+            if memories is None:
+                memories = self.communicator.owned(ownership)
+                if ownership.device.type == "cpu":
+                    self._owned.append((ownership, memories))
+            for bucket, memory in zip(buckets, memories, strict=True):
                 bucket.memory = memory
 
     def gather_weights(self) -> None:

@@ -1,4 +1,4 @@
-"""Weighted sums of gradients, one flat buffer per bucket: plain, or exact.
+"""Weighted sums of gradients, one flat buffer per bucket. Exact ones are in rounding.py.
 
 Gradients stay where autograd put them until `add` collects those of a bucket, in a few calls for any number of
 parameters.
@@ -13,22 +13,20 @@ import numpy as np
 import torch
 
 from paceline.sync.gradients.layout import BucketLayout
-from paceline.sync.gradients.rounding import CollectedGradients, Peaks, Workspace
-from paceline.sync.gradients.rounding_gpu import InPlaceTerms, kernels_on, rounded_addition
+from paceline.sync.gradients.rounding_gpu import InPlaceTerms, kernels_on
 
 SMALL_NUMEL = 1 << 15  # NumPy is faster than torch up to this size
 
 
 class PlainSums:
-    """Sums in the parameters' own precision, float32 at least. `flat` is exchanged; its end, `tail`, has other numbers.
+    """Sums in the parameters' own precision, float32 at least.
 
-    flat: zeros, of `sum_dtype`.
+    flat: zeros, of `sum_dtype`, to be exchanged; its end has other numbers.
     """
 
     def __init__(self, layout: BucketLayout, flat: torch.Tensor) -> None:
         self.layout = layout
         self.flat = flat
-        self.tail = self.flat[layout.numel :]
         self._payload = self.flat[: layout.numel]
         self._views = layout.views(self.flat)
         # The same memory: NumPy multiplies small arrays in a quarter of torch's time.
@@ -117,60 +115,3 @@ class OneTermSums(PlainSums):
                 return self._taken
             self._add_to_zeros(self._taken, 1.0)
         return super().means(divisor)
-
-
-class ExactSums:
-    """Float64 sums on grids, independent of the order of the additions and of their division among workers.
-
-    flat: float64 zeros. workspace: shared with other sums; without one, the sums have their own.
-    """
-
-    def __init__(self, layout: BucketLayout, flat: torch.Tensor, workspace: Workspace | None = None) -> None:
-        self.layout = layout
-        self._flat = flat
-        self.tail = flat[layout.numel :]
-        self._payload = flat[: layout.numel]
-        # In the parameters' dtype: the gradients of a micro-batch while they are added, and finally the means.
-        self._collected = CollectedGradients(layout, workspace)
-        self._has_means = False
-        self._rounded = rounded_addition(layout, self._collected, self._payload, workspace)
-
-    @property
-    def flat(self) -> torch.Tensor:
-        """The sums of all calls of `add`, to be exchanged."""
-        self._rounded.settle()
-        return self._flat
-
-    def settle(self) -> None:
-        self._rounded.settle()
-
-    def set_anchors(self, anchors: np.ndarray) -> None:
-        """The anchors of the grids, one per parameter of the bucket."""
-        self._rounded.set_anchors(anchors)
-
-    def add(self, gradients: list[torch.Tensor | None], weight: float, *, first: bool, last: bool = False) -> None:
-        """last: the sums are complete after this, are not exchanged, and `means` has no divisor."""
-        self._has_means = self._rounded.add(gradients, weight, first=first, last=last)
-
-    @property
-    def peaks_capacity(self) -> int:
-        """After this many calls of `add`, `take_peaks` must be called."""
-        return self._rounded.capacity
-
-    def take_peaks(self) -> Peaks:
-        """By call of `add` since the last time, and by parameter: the largest magnitude."""
-        return self._rounded.take_peaks()
-
-    def peaks_of(self, gradients: list[torch.Tensor | None], weight: float) -> torch.Tensor:
-        """The peaks of these gradients, without adding them."""
-        return self._rounded.peaks_of(gradients, weight)
-
-    def clear(self) -> None:
-        self._has_means = False
-        self._rounded.clear()
-
-    def means(self, divisor: torch.Tensor | None) -> list[torch.Tensor]:
-        if not self._has_means:
-            self._rounded.settle()
-            self._collected.flat.copy_(self._payload if divisor is None else self._payload / divisor)
-        return self._collected.views

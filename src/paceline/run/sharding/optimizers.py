@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from paceline.core.errors import MisuseError
-from paceline.run.step.piece_states import AVERAGE, WEIGHT, WholeStates, part_of, shaped_like
+from paceline.run.sharding.states import AVERAGE, WEIGHT, part_of, shaped_like, whole_states
 from paceline.sync.gradients.division import Division
 from paceline.sync.gradients.shards import Shards
 
@@ -61,17 +61,10 @@ class PieceOptimizers:
         with_state = [p for optimizer in optimizers for p in optimizer.state]
         self._division.cover({str(number): p for number, p in enumerate(with_state)})
         for optimizer in optimizers:
-            whole, optimizer.state = optimizer.state, defaultdict(dict)
-            self._states.append(defaultdict(dict))
-            self._take(len(self._states) - 1, whole)
-        self._hooks = [
-            hook
-            for optimizer in optimizers
-            for hook in (
-                optimizer.register_state_dict_pre_hook(self._refuse_saving),
-                optimizer.register_load_state_dict_pre_hook(self._refuse_loading),
-            )
-        ]
+            self._states.append(defaultdict(dict, self._parts_of(optimizer.state)))
+            optimizer.state = defaultdict(dict)
+        self._hooks = [each.register_state_dict_pre_hook(self._refuse_saving) for each in optimizers]
+        self._hooks += [each.register_load_state_dict_pre_hook(self._refuse_loading) for each in optimizers]
         self._is_inside = False
         self._has_masters = False
         self._before: tuple[Division, list[Any], dict[torch.Tensor, torch.Tensor]] | None = None  # the last `move`
@@ -128,11 +121,7 @@ class PieceOptimizers:
 
     def whole_averages(self, keeps: Callable[[torch.Tensor], bool]) -> dict[int, torch.Tensor]:
         """The averages of whole parameters, by id. See `state_dicts`."""
-
-        def average_of(view: torch.Tensor) -> dict[str, Any]:
-            return {AVERAGE: self.averages[view]} if view in self.averages else {}
-
-        return {number: state[AVERAGE] for number, state in self._whole(average_of, keeps).items()}
+        return {number: state[AVERAGE] for number, state in self._whole(self._average_of, keeps).items()}
 
     def _whole(
         self, state_of: Callable[[torch.Tensor], dict[str, Any]], keeps: Callable[[torch.Tensor], bool]
@@ -142,7 +131,7 @@ class PieceOptimizers:
         numbers = {id(p): str(number) for number, p in enumerate(division.parameters)}
         sources = [chunk.owner for chunk in division.chunks]
         found = {}
-        for name, state in WholeStates(self.shards.communicator, numbers).of(division, sources, state_of):
+        for name, state in whole_states(numbers, self.shards.communicator, division, sources, state_of):
             parameter = division.parameters[int(name)]
             if state:
                 found[id(parameter)] = shaped_like(parameter, state, keep=keeps(parameter))
@@ -157,11 +146,7 @@ class PieceOptimizers:
         groups = self._optimizers[number].param_groups
         parameters = [parameter for group in groups for parameter in group["params"]]
         self._division.cover({str(index): parameters[index] for index in state["state"]})
-        parts = {
-            piece.updated: part_of(values, parameters[index], piece, self._division)
-            for index, values in state["state"].items()
-            for piece in self._division.own_pieces(parameters[index])
-        }
+        parts = self._parts_of({parameters[index]: values for index, values in state["state"].items()})
         self._load_parts(number, state["param_groups"], parts)
 
     @torch.no_grad()
@@ -175,8 +160,8 @@ class PieceOptimizers:
         division.cover(parameters)
         averages: dict[torch.Tensor, torch.Tensor] = {}
         parts: dict[torch.Tensor, dict[str, Any]] = {}
-        states = WholeStates(self.shards.communicator, {id(p): name for name, p in parameters.items()})
-        for name, state in states.of(self._division, sources, self._all_of):
+        names = {id(p): name for name, p in parameters.items()}
+        for name, state in whole_states(names, self.shards.communicator, self._division, sources, self._all_of):
             parameter = parameters[name]
             parameter.detach().copy_(shaped_like(parameter, {WEIGHT: state.pop(WEIGHT)}, keep=True)[WEIGHT])
             for piece in division.own_pieces(parameter) if state else ():
@@ -206,7 +191,7 @@ class PieceOptimizers:
         self, number: int, saved: Sequence[Mapping[str, Any]], parts: Mapping[torch.Tensor, dict[str, Any]]
     ) -> None:
         """Load saved settings of an optimizer's groups, and the states of this worker's pieces."""
-        from paceline.run.saving.state import load_optimizer  # imports this package
+        from paceline.run.saving.state import load_optimizer  # imports this module
 
         optimizer = self._optimizers[number]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -236,15 +221,19 @@ class PieceOptimizers:
                 return {**state[piece], **({MASTER: piece} if piece is not view else {})}
         return {}
 
-    def _all_of(self, view: torch.Tensor) -> dict[str, Any]:
-        average = {AVERAGE: self.averages[view]} if view in self.averages else {}
-        return {**self._state_of(view), **average, WEIGHT: view}
+    def _average_of(self, view: torch.Tensor) -> dict[str, Any]:
+        return {AVERAGE: self.averages[view]} if view in self.averages else {}
 
-    def _take(self, number: int, whole: Mapping[torch.Tensor, Any]) -> None:
-        """Keep this worker's pieces of a state."""
-        for parameter, values in whole.items():
-            for piece in self._division.own_pieces(parameter):
-                self._states[number][piece.updated] = part_of(values, parameter, piece, self._division)
+    def _all_of(self, view: torch.Tensor) -> dict[str, Any]:
+        return {**self._state_of(view), **self._average_of(view), WEIGHT: view}
+
+    def _parts_of(self, whole: Mapping[torch.Tensor, Any]) -> dict[torch.Tensor, dict[str, Any]]:
+        """This worker's pieces of the states of whole parameters."""
+        return {
+            piece.updated: part_of(values, parameter, piece, self._division)
+            for parameter, values in whole.items()
+            for piece in self._division.own_pieces(parameter)
+        }
 
     def _refuse_saving(self, *_: Any) -> None:
         if not self._is_inside:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.core.errors import CommunicationError, GenerationEnded
+from paceline.run.sharding.optimizers import PieceOptimizers
 from paceline.run.step.grad_norm import combined, num_segments, segment_norms
-from paceline.run.step.piece_optimizers import PieceOptimizers
 from paceline.run.step.replica import Number, Replica, Update
 
 if TYPE_CHECKING:

@@ -18,44 +18,34 @@ SCALARS = ("step", "eta", "mu", "mu_product")
 WEIGHT, AVERAGE = "weight", "average"
 
 
-class WholeStates:
-    """The states of whole parameters, on all workers, from pieces that are on one or a few of them.
+@torch.no_grad()
+def whole_states(
+    names: Mapping[int, str],
+    communicator: Communicator,
+    division: Division,
+    sources: Sequence[int],
+    state_of: Callable[[torch.Tensor], dict[str, Any]],
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The states of whole parameters, from pieces that are on one or a few workers. All workers call this together.
+
+    Yields the name and state, on the CPU, of each parameter.
 
     names: of the divided parameters, by id; the same on all workers. A worker that joins does not have `division`.
+    sources: by chunk, the rank that sends its pieces. state_of: from a piece's view of its parameter to its state.
     """
+    pieces: dict[str, list[dict[str, Any]]] = {}
 
-    def __init__(self, communicator: Communicator, names: Mapping[int, str]) -> None:
-        self._communicator = communicator
-        self._names = names
+    def sent(piece: Piece) -> tuple[Any, ...]:
+        parameter, view = division.parameter(piece), division.tensor(piece)
+        is_whole, is_last = id(parameter) in division.whole, piece.stop == parameter.numel()
+        return names[id(parameter)], view.shape, is_whole, is_last, state_of(view)
 
-    @torch.no_grad()
-    def of(
-        self, division: Division, sources: Sequence[int], state_of: Callable[[torch.Tensor], dict[str, Any]]
-    ) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yields the name and state, on the CPU, of each parameter. Called by all workers together.
-
-        sources: by chunk, the rank that sends its pieces. state_of: from a piece's view of its parameter to its state.
-        """
-        rank = self._communicator.world.rank
-        pieces: dict[str, list[dict[str, Any]]] = {}
-        for number, source in enumerate(sources):
-            chunk = division.chunks[number].pieces if source == rank else ()
-            own = [self._sent(division, piece, state_of(division.tensor(piece))) for piece in chunk]
-            for name, shape, is_whole, is_last, state in broadcast(own, source, self._communicator):
-                pieces.setdefault(name, []).append(state)
-                if is_last:
-                    yield name, _joined(pieces.pop(name), torch.Size(shape), is_whole=is_whole)
-
-    def _sent(self, division: Division, piece: Piece, state: dict[str, Any]) -> tuple[Any, ...]:
-        parameter = division.parameter(piece)
-        is_whole = id(parameter) in division.whole
-        return (
-            self._names[id(parameter)],
-            division.tensor(piece).shape,
-            is_whole,
-            piece.stop == parameter.numel(),
-            state,
-        )
+    for number, source in enumerate(sources):
+        chunk = division.chunks[number].pieces if source == communicator.world.rank else ()
+        for name, shape, is_whole, is_last, state in broadcast(list(map(sent, chunk)), source, communicator):
+            pieces.setdefault(name, []).append(state)
+            if is_last:
+                yield name, _joined(pieces.pop(name), torch.Size(shape), is_whole=is_whole)
 
 
 def _joined(pieces: Sequence[dict[str, Any]], last: torch.Size, *, is_whole: bool) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from paceline.comm.base import Communicator
 from paceline.comm.messages import gather
 from paceline.core.world import World
 from paceline.run.settings import Optimization, ShardBy
-from paceline.run.step.piece_optimizers import PieceOptimizers
+from paceline.run.sharding.optimizers import PieceOptimizers
+from paceline.run.sharding.update import ShardedUpdate
 from paceline.run.step.replica import Replica, Update
-from paceline.run.step.sharded_update import ShardedUpdate
 from paceline.sync.gradients.division import Division
 from paceline.sync.gradients.shards import Shards
 

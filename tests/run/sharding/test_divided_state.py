@@ -23,7 +23,7 @@ import paceline as pl
 from paceline.checkpoint.reader import checkpoint_at
 from paceline.errors import MisuseError, WorkerError
 from paceline.plan import sharding
-from paceline.run.step.sharded_update import Phase
+from paceline.run.sharding.update import Phase
 
 SEGMENT_NUMEL = 256  # small, so that the parameters of small models are cut too
 
@@ -262,6 +262,37 @@ def test_parameters_that_are_added_frozen_and_unfrozen(pool: WorkerPool) -> None
     assert pool.run(lambda: grow(shard="optimizer"), 3) == [reference] * 3
 
 
+def test_the_average_of_a_parameter_that_was_unfrozen_is_resumed(tmp_path: Path, pool: WorkerPool) -> None:
+    """SGD without momentum has no state of it, by which it would be divided before."""
+
+    def averages(max_steps: int, folder: Path, **settings: Any) -> str:
+        def build() -> nn.Module:
+            model = mlp()
+            model[0].requires_grad_(False)
+            return model
+
+        optimization = pl.Optimization(ema=0.9, **settings)
+        settings = {"global_batch": 16, "micro_batch": 4, "exact": True, "checkpoints": pl.Checkpoints(folder)}
+        with pl.Trainer.setup(
+            build,
+            lambda p: torch.optim.SGD(p, lr=0.1),
+            data=vectors(64),
+            optimization=optimization,
+            **settings,
+        ) as trainer:
+            trainer.every(1, lambda _: trainer.model[0].requires_grad_(True))
+            for epoch in trainer.epochs(2, max_steps=max_steps):
+                for batch in epoch:
+                    trainer.backward(functional.cross_entropy(trainer.model(batch.x), batch.y))
+                    trainer.step()
+            with trainer.ema_weights():
+                return digest(trainer.model.state_dict())
+
+    expected = averages(8, tmp_path / "whole")
+    pool.run(lambda: averages(4, tmp_path / "divided", shard="optimizer"), 2)
+    assert pool.run(lambda: averages(8, tmp_path / "divided", shard="optimizer"), 2) == [expected] * 2
+
+
 def test_fp16_and_plain_mode(pool: WorkerPool) -> None:
     """To rounding: plain sums depend on who adds them up."""
 
@@ -326,14 +357,14 @@ def test_pieces_by_memory_and_speed(pool: WorkerPool) -> None:
     """How much each of three workers holds, in parts of the whole."""
 
     def held(by: str, memory: tuple[float, ...], speed: tuple[float, ...] = (1, 1, 1)) -> list[float]:
-        from paceline.run.step import sharding as step_sharding
+        from paceline.run.sharding import divide
 
         def own(numbers: tuple[float, ...]) -> Any:
             return lambda _: numbers[int(os.environ["RANK"])] * 1e9
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(step_sharding, "_memory_bytes", own(memory))
-            patch.setattr(step_sharding, "_update_speed", own(speed))
+            patch.setattr(divide, "_memory_bytes", own(memory))
+            patch.setattr(divide, "_update_speed", own(speed))
             patch.setattr(sharding, "SEGMENT_NUMEL", SEGMENT_NUMEL)
             with pl.Trainer.setup(
                 lambda: nn.Linear(512, 512),
@@ -358,11 +389,11 @@ def test_pieces_by_memory_and_speed(pool: WorkerPool) -> None:
 
 
 def test_the_speed_of_an_update_includes_the_time_in_which_a_quota_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.run.step import sharding as step_sharding
+    from paceline.run.sharding import divide
 
     ticks = itertools.accumulate(itertools.cycle([0.1, 0.01, 0.01, 0.01]))
-    monkeypatch.setattr(step_sharding, "perf_counter", lambda: next(ticks))
-    per_update_s = step_sharding._TRIAL_NUMEL / step_sharding._update_speed(torch.device("cpu"))
+    monkeypatch.setattr(divide, "perf_counter", lambda: next(ticks))
+    per_update_s = divide._TRIAL_NUMEL / divide._update_speed(torch.device("cpu"))
     assert per_update_s == pytest.approx(0.13 / 4, rel=0.3)
 
 
