@@ -29,10 +29,13 @@ from paceline.run.membership.generation import Generation, Member
 from paceline.run.membership.member import leave_key
 from paceline.run.membership.roster import Report
 
+# Exits on one node that end the run on all. The others may be due to a lost link.
+_ENDS_RUN = {ExitKind.FAILED, ExitKind.DIED, ExitKind.ABORTED}
 # A node is lost after this long without a heartbeat.
 LOST_S = 1.5
 # The store is lost after this long without an answer.
 STORE_LOST_S = 3.0
+NOTICE_S = 5.0  # usually all nodes end within this time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +68,7 @@ class ElasticNodes:
     def __init__(self, nodes: Nodes, num_workers: int, options: Mapping[str, Any]) -> None:
         deadline_s = time.monotonic() + nodes.join_timeout_s
         self._nodes = nodes
-        self._proposed: list[Generation] = []
+        self._proposed: Generation | None = None
         # Replaced by the thread, and never modified.
         self._decided: tuple[Generation, ...] = ()
         self._asked: frozenset[Member] = frozenset()
@@ -109,7 +112,7 @@ class ElasticNodes:
     def _is_first_decided(self) -> bool:
         """Whether there is a generation. Propose the first one when enough nodes have come."""
         records = self._heartbeats.records
-        if not self._decided and not self._proposed and len(records) >= self._nodes.num:
+        if not self._decided and self._proposed is None and len(records) >= self._nodes.num:
             self.propose(Generation.first({index: record.num_workers for index, record in records.items()}))
         return bool(self._decided)
 
@@ -132,7 +135,7 @@ class ElasticNodes:
         return {index: record.report for index, record in self._heartbeats.records.items()}, self._silent()
 
     def propose(self, generation: Generation) -> None:
-        self._proposed = [*(each for each in self._proposed if each.number >= len(self._decided)), generation]
+        self._proposed = generation
         self._heartbeats.wake()
 
     def asked_to_leave(self) -> frozenset[Member]:
@@ -141,14 +144,17 @@ class ElasticNodes:
 
     def decided(self, after: int) -> list[Generation]:
         """The decided generations with numbers above `after`."""
-        return [generation for generation in self._decided if generation.number > after]
+        return list(self._decided[after + 1 :])
 
     @property
     def has_others(self) -> bool:
         """Whether the run can continue without this node."""
-        members = self._decided[-1].members if self._decided else ()
-        gone = self._silent()
-        return not self._hosts_store and any(m.node != self.index and m.node not in gone for m in members)
+        return not self._hosts_store and not self._other_nodes <= self._silent().keys()
+
+    @property
+    def _other_nodes(self) -> set[int]:
+        """The nodes of the other members."""
+        return {member.node for member in self._newest.members} - {self.index}
 
     # How the launch ends
 
@@ -158,13 +164,19 @@ class ElasticNodes:
             self._heartbeats.publish(result=replace(result, is_final=True))
 
     def wait_for_results(self) -> bool:
-        """Whether all workers can be restarted: never."""
+        """Whether all workers can be restarted: never. The node with the store waits until the others have left."""
+        notice_at_s = time.monotonic() + NOTICE_S
+        while self._hosts_store and not self._heartbeats.are_others_gone and not self.lost():
+            if time.monotonic() > notice_at_s:
+                notice("the workers of this node have ended: it keeps the rendezvous until the other nodes have ended")
+                notice_at_s = float("inf")
+            time.sleep(POLL_S)
         return False
 
     def peer_failed(self) -> bool:
         """Whether this node's workers must end because of another node, or because the store is lost."""
         results = [peer.result for peer in self._heartbeats.peers.values() if peer.result is not None]
-        return any(each.kind == ExitKind.FAILED for each in results) or bool(self.lost())
+        return any(each.kind in _ENDS_RUN for each in results) or bool(self.lost())
 
     def lost(self) -> str:
         """Why this node has lost contact with the run; empty if it has not."""
@@ -178,11 +190,19 @@ class ElasticNodes:
     def first_failure(self) -> WorkerExit | None:
         own = self._heartbeats.own.result
         results = [record.result for record in self._heartbeats.records.values() if record.result is not None]
-        failed = [each for each in results if each is own or each.kind == ExitKind.FAILED]
+        failed = [each for each in results if each is own or each.kind in _ENDS_RUN]
         failure, lost = first_failure(failed), self.lost()
-        if failure is None and own is not None and own.kind == ExitKind.ENDED and lost:
-            return WorkerExit(ExitKind.COMMUNICATION, self.first_rank, lost)
+        if failure is None and own is not None and own.kind == ExitKind.ENDED and (reason := lost or self._lost_run()):
+            return WorkerExit(ExitKind.COMMUNICATION, self.first_rank, reason)
         return None if failure is None else failure.with_notes(lost)
+
+    def _lost_run(self) -> str:
+        """Why the run is lost if all nodes with its state are; empty if they are not, or have left."""
+        silent = {i: why for i, why in self._silent().items() if not self._heartbeats.peers[i].has_left}
+        if not (nodes := self._other_nodes) or not nodes <= silent.keys():
+            return ""
+        causes = "; ".join(silent[node] for node in sorted(nodes))
+        return f"all workers with the state of the run are lost ({causes}): start the same command again"
 
     def close(self) -> None:
         """Leave, and notify the others. The node with the store leaves last."""
@@ -201,20 +221,20 @@ class ElasticNodes:
 
     def _exchange(self, heartbeats: Heartbeats[_Record]) -> None:
         """Read decisions and requests. The last node to leave ends the run at this address."""
-        self._read_decisions(self._proposed)
+        self._read_decisions()
         own = heartbeats.own
         self._asked = frozenset(member for member in own.report.entered if self._store.check([leave_key(member)]))
         if own.has_left and heartbeats.are_others_gone:
             self._store.set("over", "1")
 
-    def _read_decisions(self, proposed: list[Generation]) -> None:
+    def _read_decisions(self) -> None:
         while True:
-            number = len(self._decided)
+            number, proposed = len(self._decided), self._proposed
             key = f"generation-{number}"
             if not self._store.check([key]):
-                if (own := next((each for each in proposed if each.number == number), None)) is None:
+                if proposed is None or proposed.number != number:
                     return
-                self._store.compare_set(key, "", own.to_json())
+                self._store.compare_set(key, "", proposed.to_json())
             self._decided = (*self._decided, Generation.from_json(self._store.get(key)))
 
 

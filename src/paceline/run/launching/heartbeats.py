@@ -105,11 +105,6 @@ class Heartbeats(Generic[R]):
         """Whether all other nodes were lost or have left."""
         return all(peer.has_left or index in self.silent for index, peer in self.peers.items())
 
-    @property
-    def other_options(self) -> R | None:
-        """A node that was started with other options."""
-        return next((peer for peer in self.peers.values() if peer.options != self.own.options), None)
-
     def leave(self, timeout_s: float) -> None:
         """Notify the others that this node leaves. timeout_s: for this message, if the store does not answer."""
         if not self._is_alone:
@@ -123,7 +118,7 @@ class Heartbeats(Generic[R]):
             while not self._exchange(*arguments):
                 self._has_news.wait(HEARTBEAT_S)
                 self._has_news.clear()
-        except (RuntimeError, ValueError) as error:  # what torch's stores raise
+        except Exception as error:  # of torch's store, or about a record of another version
             self.store_error = str(error).partition("\n")[0]
 
     def _exchange(self, store: Any, count_nodes: Callable[[], int], also: Callable[[Heartbeats[R]], object]) -> bool:

@@ -231,7 +231,9 @@ def wait_for_nodes(
 ) -> None:
     """Wait until enough nodes have joined. lost: why they cannot."""
     while True:
-        if (other := heartbeats.other_options) is not None:
+        # Where nodes come and go, one with other options was refused, and has left.
+        awaited = [peer for peer in heartbeats.peers.values() if not (nodes.max_num and peer.has_left)]
+        for other in [peer for peer in awaited if peer.options != heartbeats.own.options]:
             raise NodesError(
                 f"node {other.name} was started with {other.options}, this one with {heartbeats.own.options}: use the "
                 "same command on every node"
