@@ -18,7 +18,7 @@ from paceline.observe.best_effort import BestEffort, attempt, describe
 from paceline.observe.events import EventLog, event_text
 from paceline.observe.formats import short_path
 from paceline.observe.loggers import Loggers
-from paceline.observe.metrics import SAMPLES, MetricsWriter, read_curves
+from paceline.observe.metrics import SAMPLES, Curves, MetricsWriter, read_curves
 from paceline.observe.progress import Progress
 from paceline.observe.rates import Rates
 from paceline.observe.run_files import RunFiles, note_total_steps, write_json
@@ -139,7 +139,9 @@ class Monitor:
 
         steps: the steps since the last line, as known to this worker. evaluation: the step and values of the last one.
         """
-        curves = read_curves(self._files.metrics, (SAMPLES, "eval"))
+        curves = Curves(wanted := (SAMPLES, "eval"))
+        with attempt(self._files.metrics):  # another worker wrote it, perhaps on a disk that was full
+            curves = read_curves(self._files.metrics, wanted)
         self._steps, self._logged_step = steps, max(curves.series(SAMPLES)[0], default=0)
         if steps.newest is not None and steps.newest.step <= self._logged_step:
             steps.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ import paceline as pl
 from paceline.observe.json_lines import LineReader
 from paceline.observe.metrics import read_curves
 from paceline.observe.run_files import RunFiles, read_status, state_of
+from paceline.run.launching.output import LOGS_VARIABLE, show_output
+from paceline.run.monitor import Monitor
+from paceline.run.unlogged_steps import UnloggedSteps
 
 LOG_EVERY = 2
 
@@ -76,3 +80,13 @@ def test_the_next_rank_0_shows_the_progress(tmp_path: Path, capfd: pytest.Captur
     last = next(number for number, line in enumerate(shown.splitlines()) if "6/6" in line)
     assert moved < last
     assert [outcome["member"][0] for outcome in outcomes] == [1, 2]
+
+
+def test_the_next_rank_0_needs_no_output_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its disk was full, or its host had another one."""
+    monitor: Any = object.__new__(Monitor)
+    monitor._files, monitor._logged_step = RunFiles(tmp_path), 0
+    with suppress(UserWarning):
+        monitor.take_over(UnloggedSteps(2, has_tokens=False), None)
+    monkeypatch.setenv(LOGS_VARIABLE, str(tmp_path / "elsewhere"))
+    show_output()
