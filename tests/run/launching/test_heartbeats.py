@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
 from paceline.core import active_timer
 from paceline.run.launching import heartbeats
 from paceline.run.launching.heartbeats import Heartbeats, Record
-
-
-@dataclass(frozen=True, kw_only=True)
-class Note(Record):
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def parse(cls, text: bytes) -> Self:
-        return cls(**json.loads(text))
 
 
 class FakeStore(dict[str, str]):
@@ -45,7 +33,7 @@ class Agents:
 
     def __init__(self, count: int) -> None:
         self.store, self.count = FakeStore(), count
-        self.own: Heartbeats[Note] = Heartbeats(None, 0, note(0), lost_s=1.5, hosts_store=False, count_nodes=lambda: 0)
+        self.own: Heartbeats = Heartbeats(None, 0, note(0), lost_s=1.5, hosts_store=False, count_nodes=lambda: 0)
         for index in range(1, count):
             self.store.set(f"node-{index}", note(index).to_json())
 
@@ -56,8 +44,8 @@ class Agents:
         return self.store.read
 
 
-def note(index: int, **values: Any) -> Note:
-    return Note(name=f"node {index}", num_workers=1, options={}, **values)
+def note(index: int, **values: Any) -> Record:
+    return Record(name=f"node {index}", num_workers=1, options={}, **values)
 
 
 def test_nodes_that_left_are_not_read_again() -> None:

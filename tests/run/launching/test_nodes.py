@@ -86,7 +86,7 @@ def elastic_pair(address: str) -> Iterator[tuple[ElasticNodes, ElasticNodes]]:
 def test_which_ends_of_a_node_end_the_others(free_address: str, kind: ExitKind, ends_all: bool) -> None:
     with elastic_pair(free_address) as (first, second):
         second.publish(ended(kind, 1))
-        wait_until(lambda: first._heartbeats.peers[1].result is not None)
+        wait_until(lambda: first._heartbeats.peers[1].results)
         assert first.peer_failed() == ends_all
         first.publish(ended(ExitKind.ENDED, 0))
         failure = first.first_failure()
@@ -98,7 +98,7 @@ def test_the_node_with_the_store_keeps_it_for_the_others(free_address: str) -> N
     with elastic_pair(free_address) as (first, second), ThreadPoolExecutor() as threads:
         kept = threads.submit(first.wait_for_results)
         second.publish(ended(ExitKind.DONE, 1))
-        wait_until(lambda: first._heartbeats.peers[1].result is not None)
+        wait_until(lambda: first._heartbeats.peers[1].results)
         assert not kept.done()
         assert second.wait_for_results() is False
         second.close()

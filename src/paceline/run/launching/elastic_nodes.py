@@ -13,12 +13,11 @@ same command lets it join again.
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Self
+from dataclasses import replace
+from typing import Any
 
 from paceline.core.notice import notice
 from paceline.core.rank_variables import LAUNCHED_VARIABLE
@@ -36,24 +35,6 @@ LOST_S = 1.5
 # The store is lost after this long without an answer.
 STORE_LOST_S = 3.0
 NOTICE_S = 5.0  # usually all nodes end within this time
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Record(Record):
-    """`report`: the state of the node's workers. `result`: how they ended."""
-
-    report: Report = field(default_factory=Report)
-    result: WorkerExit | None = None
-
-    def to_json(self) -> str:
-        result = None if self.result is None else asdict(self.result)
-        return json.dumps({**self.__dict__, "report": self.report.to_dict(), "result": result})
-
-    @classmethod
-    def parse(cls, text: bytes) -> Self:
-        values = json.loads(text)
-        result = None if values["result"] is None else WorkerExit.from_dict(values["result"])
-        return cls(**{**values, "report": Report.from_dict(values["report"]), "result": result})
 
 
 class ElasticNodes:
@@ -83,7 +64,7 @@ class ElasticNodes:
         self._heartbeats = Heartbeats(
             self._store,
             self.index,
-            _Record(name=self.name, num_workers=num_workers, options=options),
+            Record(name=self.name, num_workers=num_workers, options=options),
             lost_s=LOST_S,
             hosts_store=self._hosts_store,
             count_nodes=lambda: int(self._store.add("arrived", 0)),
@@ -160,8 +141,8 @@ class ElasticNodes:
 
     def publish(self, result: WorkerExit) -> None:
         """Publish how the workers of this node ended. Only the first result counts."""
-        if self._heartbeats.own.result is None:
-            self._heartbeats.publish(result=replace(result, is_final=True))
+        if not self._heartbeats.own.results:
+            self._heartbeats.publish(results={0: replace(result, is_final=True)})
 
     def wait_for_results(self) -> bool:
         """Whether all workers can be restarted: never. The node with the store waits until the others have left."""
@@ -175,8 +156,12 @@ class ElasticNodes:
 
     def peer_failed(self) -> bool:
         """Whether this node's workers must end because of another node, or because the store is lost."""
-        results = [peer.result for peer in self._heartbeats.peers.values() if peer.result is not None]
-        return any(each.kind in _ENDS_RUN for each in results) or bool(self.lost())
+        return any(each.kind in _ENDS_RUN for each in self._results.values()) or bool(self.lost())
+
+    @property
+    def _results(self) -> dict[int, WorkerExit]:
+        """By node."""
+        return {index: record.results[0] for index, record in self._heartbeats.records.items() if record.results}
 
     def lost(self) -> str:
         """Why this node has lost contact with the run; empty if it has not."""
@@ -188,11 +173,12 @@ class ElasticNodes:
         return ""
 
     def first_failure(self) -> WorkerExit | None:
-        own = self._heartbeats.own.result
-        results = [record.result for record in self._heartbeats.records.values() if record.result is not None]
-        failed = [each for each in results if each is own or each.kind in _ENDS_RUN]
-        failure, lost = first_failure(failed), self.lost()
-        if failure is None and own is not None and own.kind == ExitKind.ENDED and (reason := lost or self._lost_run()):
+        results, lost = self._results, self.lost()
+        failure = first_failure(
+            each for index, each in results.items() if index == self.index or each.kind in _ENDS_RUN
+        )
+        is_ended = self.index in results and results[self.index].kind == ExitKind.ENDED
+        if failure is None and is_ended and (reason := lost or self._lost_run()):
             return WorkerExit(ExitKind.COMMUNICATION, self.first_rank, reason)
         return None if failure is None else failure.with_notes(lost)
 
@@ -219,7 +205,7 @@ class ElasticNodes:
 
     # In the thread
 
-    def _exchange(self, heartbeats: Heartbeats[_Record]) -> None:
+    def _exchange(self, heartbeats: Heartbeats) -> None:
         """Read decisions and requests. The last node to leave ends the run at this address."""
         self._read_decisions()
         own = heartbeats.own
@@ -242,10 +228,7 @@ def _run_of(shared_store: Any, nodes: Nodes) -> tuple[Any, str]:
     """The store of the current run, and the run's name. A store that outlives a run serves the next one."""
     from paceline.comm.rendezvous import nodes_purpose, private_store
 
-    secret = nodes.secret()
-    if secret is None:
-        notice(nodes.no_secret_warning)
-    number = 0
+    secret, number = nodes.secret(), 0
     while True:
         run_id = f"run-{number}"
         store = private_store(shared_store, secret, nodes_purpose(run_id))
