@@ -9,6 +9,7 @@ import pytest
 from paceline.core import active_timer
 from paceline.run.launching import heartbeats
 from paceline.run.launching.heartbeats import Heartbeats, Record
+from paceline.run.launching.nodes import Nodes, NodesError, wait_for_nodes
 
 
 class FakeStore(dict[str, str]):
@@ -73,3 +74,16 @@ def test_nodes_that_were_lost_are_read_for_a_while(monkeypatch: pytest.MonkeyPat
         assert (2 in agents.own.silent) == (beat > 3)
     assert num_read == heartbeats.FORGET_S / active_timer.MAX_INTERVAL_S + 1
     assert {*agents.own.silent} == {2}
+
+
+def test_a_node_of_another_version_disturbs_no_other() -> None:
+    """It finds none that it can read, and says so."""
+    agents = Agents(3)
+    agents.store.set("node-2", '{"name": "from the future", "num_workers": 1, "options": {}}')
+    agents.exchange()
+    assert {*agents.own.peers} == {1}
+    nodes = Nodes(2, "node-1:29500")
+    wait_for_nodes(nodes, agents.own, str, lambda: True, 0.0)
+    agents.own.peers = {}
+    with pytest.raises(NodesError, match="the nodes at node-1:29500 run another version of Paceline"):
+        wait_for_nodes(nodes, agents.own, str, lambda: True, 0.0)

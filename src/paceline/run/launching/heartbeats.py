@@ -70,6 +70,7 @@ class Heartbeats:
         # The thread replaces `peers`, other threads replace `own`. Neither is ever modified.
         self.own = own
         self.peers: dict[int, Record] = {}
+        self.has_unreadable = False  # records
         self.store_error = ""
         self.lost_s = lost_s
         self._store_silence = ActiveTimer()
@@ -127,7 +128,7 @@ class Heartbeats:
             while not self._exchange(*arguments):
                 self._has_news.wait(HEARTBEAT_S)
                 self._has_news.clear()
-        except Exception as error:  # of torch's store, or about a record of another version
+        except (RuntimeError, ValueError) as error:  # what torch's stores raise
             self.store_error = str(error).partition("\n")[0]
 
     def _exchange(self, store: Any, count_nodes: Callable[[], int], also: Callable[[Heartbeats], object]) -> bool:
@@ -139,7 +140,11 @@ class Heartbeats:
             if index == self._index or self._is_forgotten(index):
                 continue
             if index in self.peers or store.check([f"node-{index}"]):
-                self._receive(index, Record.parse(store.get(f"node-{index}")))
+                content = store.get(f"node-{index}")
+                try:
+                    self._receive(index, Record.parse(content))
+                except (KeyError, TypeError):
+                    self.has_unreadable = True  # of another version: it must not disturb the others
         also(self)
         self._store_silence.reset()
         return own.has_left and (self.are_others_gone or not self._hosts_store)

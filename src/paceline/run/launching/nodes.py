@@ -210,6 +210,8 @@ def wait_for_nodes(
                 f"node {other.name} was started with {other.options}, this one with {heartbeats.own.options}: use the "
                 "same command on every node"
             )
+        if heartbeats.has_unreadable and not heartbeats.peers:
+            raise NodesError(f"the nodes at {nodes.address} run another version of Paceline: install the same on all")
         if reason := lost():
             raise NodesError(f"the nodes could not connect: {reason}")
         if have_joined():
