@@ -18,7 +18,7 @@ from paceline.observe.best_effort import BestEffort, attempt, describe
 from paceline.observe.events import EventLog, event_text
 from paceline.observe.formats import short_path
 from paceline.observe.loggers import Loggers
-from paceline.observe.metrics import SAMPLES, Curves, MetricsWriter, read_curves
+from paceline.observe.metrics import SAMPLES, MetricsWriter, read_curves
 from paceline.observe.progress import Progress
 from paceline.observe.rates import Rates
 from paceline.observe.run_files import RunFiles, note_total_steps, write_json
@@ -139,9 +139,7 @@ class Monitor:
 
         steps: the steps since the last line, as known to this worker. evaluation: the step and values of the last one.
         """
-        curves = Curves(wanted := (SAMPLES, "eval"))
-        with attempt(self._files.metrics):  # another worker wrote it, perhaps on a disk that was full
-            curves = read_curves(self._files.metrics, wanted)
+        curves = read_curves(self._files.metrics, (SAMPLES, "eval"))
         self._steps, self._logged_step = steps, max(curves.series(SAMPLES)[0], default=0)
         if steps.newest is not None and steps.newest.step <= self._logged_step:
             steps.clear()
@@ -275,10 +273,12 @@ class MainMonitor:
         if self._monitor is not None:
             self._monitor.log_newest()
         elif self._run.world.is_main:
-            show_output()
-            self._monitor = self._make()  # its event log also receives this event
-            self._monitor.loggers.load_state_dict(self._loggers_state)
-            self._monitor.take_over(self._steps, self._evaluation)
+            with attempt("the output of rank 0"):
+                show_output()
+            with attempt("the record of the run"):  # again at the next change
+                self._monitor = self._make()  # its event log also receives this event
+                self._monitor.loggers.load_state_dict(self._loggers_state)
+                self._monitor.take_over(self._steps, self._evaluation)
         else:
             self._steps.clear()
         self.note(event_text(event.name, event.details))

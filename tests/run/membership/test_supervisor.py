@@ -199,6 +199,16 @@ def test_a_replacement_that_dies_before_it_joins_was_in_no_step(node: MakeNode) 
     assert own.generation.members == (Member(0, 0),)
 
 
+def test_space_is_reserved_again(node: MakeNode) -> None:
+    """After a disk was full for a while."""
+    own = node(3)
+    own.enter_all()
+    [reserved] = own.folder.glob("reserved*")
+    reserved.unlink()
+    own.end(1)
+    assert reserved.exists()
+
+
 @pytest.mark.parametrize("dies_too", [False, True])
 def test_a_signal_while_a_generation_is_announced(
     node: MakeNode, monkeypatch: pytest.MonkeyPatch, dies_too: bool

@@ -9,7 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, TextIO
 
@@ -29,9 +29,8 @@ LOGS_VARIABLE = "PACELINE_LOGS"
 def show_output() -> None:
     """Append this worker's output to the files of rank 0 from now on, which the launcher shows."""
     if folder := os.environ.get(LOGS_VARIABLE):
-        with suppress(OSError):  # else the output stays in this worker's own files
-            for name in ("out", "err"):
-                _append_to(output_file(Path(folder), 0, name), getattr(sys, f"std{name}"))
+        for name in ("out", "err"):
+            _append_to(output_file(Path(folder), 0, name), getattr(sys, f"std{name}"))
 
 
 def redirect_output(folder: Path, rank: int, num_restarts: int) -> None:

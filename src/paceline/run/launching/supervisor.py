@@ -17,7 +17,7 @@ from typing import Protocol
 from paceline.core.notice import notice
 from paceline.run.launching.fork_server import ForkServer
 from paceline.run.launching.stalls import StallDetector
-from paceline.run.launching.worker_exit import ExitKind, WorkerExit, write_in_start
+from paceline.run.launching.worker_exit import ExitKind, WorkerExit, reserve_space, write_in_start
 from paceline.run.membership.board import Activity, Board
 from paceline.run.membership.generation import Generation, Member
 from paceline.run.membership.member import BOARD_FILE, GENERATION_FILE, leave_file
@@ -254,6 +254,7 @@ class Supervisor:
         write_in_start(self._folder / GENERATION_FILE, generation.to_json().encode())
         self._board.announce(generation)
         self.generation = generation  # last: if a signal interrupts this, the next poll announces it again
+        reserve_space(self._folder)
 
     def _report(self) -> Report:
         gone = {*self._lost, *self._finished_s}

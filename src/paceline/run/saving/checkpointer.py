@@ -389,6 +389,14 @@ class Checkpointer:
         self._run.timeline.took("saving", begin)
         self._leave_together()
 
+    def leave(self) -> None:
+        """This worker leaves the run, which continues: another one may own its folder from now on."""
+        if self._settings is not None:
+            self._close_writers(logging.INFO)
+            self._writers.clear()
+            self._folder.close()
+        self._is_finished = True
+
     def close(self) -> None:
         is_interrupted = self._signals is not None and self._signals.is_requested and not self._is_finished
         self._resources.close()
