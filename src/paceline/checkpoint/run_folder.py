@@ -38,6 +38,8 @@ IDENTIFIER_NAME = ".run-id"
 LOCK_NAME = ".lock"
 # How long to wait for the lock of a run that was just killed.
 LOCK_TIMEOUT_S = 10.0
+# The same after the loss of a worker: a network file system keeps the locks of a host that is down for a minute or two.
+LOST_LOCK_TIMEOUT_S = 180.0
 # How long a worker that leaves after an error waits for the lock, to clean up: the owner may be leaving too.
 ABANDONED_LOCK_TIMEOUT_S = 0.5
 _POLL_S = 0.1
@@ -121,7 +123,7 @@ class RunFolder:
         with ExitStack() as undo:
             undo.callback(self.close)
             with raising_on_all_workers(communicator):
-                identifier = self._open() if self._owns_root else ""
+                identifier = self._open(LOCK_TIMEOUT_S) if self._owns_root else ""
             self.memory = memory_folder(root, decided_by_rank_0(lambda: identifier, communicator))
             with raising_on_all_workers(communicator):
                 if self._owns_memory:
@@ -142,16 +144,16 @@ class RunFolder:
         wait_for_all(communicator)
         with raising_on_all_workers(communicator):
             if self._owns_root and not owned_root:
-                identifier = self._open()
+                identifier = self._open(LOST_LOCK_TIMEOUT_S)
             elif self._owns_root:
                 clean_up(self.root)
                 identifier = _identifier(self.root)
         self.memory = memory_folder(self.root, decided_by_rank_0(lambda: identifier, communicator))
 
-    def _open(self) -> str:
+    def _open(self, lock_timeout_s: float) -> str:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            self._locks.enter_context(run_lock(self.root, timeout_s=LOCK_TIMEOUT_S))
+            self._locks.enter_context(run_lock(self.root, timeout_s=lock_timeout_s))
             clean_up(self.root)
             return _identifier(self.root)
         except OSError as error:

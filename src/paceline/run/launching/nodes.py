@@ -110,7 +110,9 @@ class NodeRendezvous:
             store, self.index, own, lost_s=LOST_S, hosts_store=self._hosts_store, count_nodes=lambda: nodes.num
         )
         try:
-            wait_for_nodes(nodes, self._heartbeats, self.lost, self._have_all_joined, deadline_s)
+            wait_for_nodes(
+                nodes, self._heartbeats, self.lost, lambda: len(self._heartbeats.records) == nodes.num, deadline_s
+            )
         except BaseException:
             self.close()
             raise
@@ -132,9 +134,6 @@ class NodeRendezvous:
         self.name = f"{self.name} ({own_address})"
         self.environment = worker_environment(nodes, own_address, shared_store.port)
         return store
-
-    def _have_all_joined(self) -> bool:
-        return len(self._heartbeats.records) == self.num_nodes
 
     def close(self) -> None:
         """Leave, and notify the others. The node with the store leaves last."""
