@@ -112,8 +112,9 @@ class ElasticCommunicator:
         membership = self.membership
         while True:
             generation, member = membership.newest(), membership.member
-            # Also if it has taken over the state before: the others may have gone on without it.
-            self.is_joining |= member in generation.joined | generation.postponed
+            if generation.number > self.generation.number:
+                # Also if it has taken over the state before: the others may have gone on without it.
+                self.is_joining |= member in generation.joined | generation.postponed
             if member not in generation.members:
                 self._wait_to_join(generation)
                 continue
