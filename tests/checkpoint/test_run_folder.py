@@ -38,6 +38,21 @@ def test_opening_cleans_up_and_keeps_others_out(tmp_path: Path, monkeypatch: pyt
     opened(tmp_path).close()
 
 
+def test_the_next_owner_waits_for_the_lock_of_a_host_that_was_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system releases it only after a minute or two."""
+    communicator = SingleCommunicator(World(is_joining=True))
+    folder = RunFolder(tmp_path, communicator)
+    communicator.world = World()
+    monkeypatch.setattr("paceline.checkpoint.run_folder.LOCK_TIMEOUT_S", 0.0)
+    with ExitStack() as lost:
+        lost.enter_context(run_lock(tmp_path))
+        monkeypatch.setattr("paceline.checkpoint.run_folder.sleep", lambda _: lost.close())
+        folder.reconnect()
+    folder.close()
+
+
 def test_the_identifier_stays_with_the_folder_and_a_damaged_one_is_made_anew(tmp_path: Path) -> None:
     first = opened(tmp_path)
     first.close()

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from multiprocessing import get_context
 from multiprocessing.synchronize import Event
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from paceline.observe import run_files
 from paceline.observe.environment import describe_environment
 from paceline.observe.run_files import (
     SILENT_S,
@@ -108,6 +110,15 @@ def test_a_run_that_goes_on_keeps_when_it_first_began(files: RunFiles) -> None:
     assert first is not None
     assert second is not None
     assert (second.started, second.num_starts, second.reason) == (first.started, 2, None)
+
+
+def test_a_worker_that_leaves_does_not_end_the_run(files: RunFiles) -> None:
+    """Another one leads it by then."""
+    with running(files):
+        own = read_status(files)
+        assert own is not None
+        run_files._write_status(files, replace(own, pid=1))
+    assert read_status(files) == replace(own, pid=1)
 
 
 def run_for_ever(files: RunFiles, up: Event) -> None:

@@ -99,6 +99,13 @@ def test_an_abort_comes_after_its_answer(run: Run, tmp_path: Path) -> None:
     assert run.is_aborted.wait(10)
 
 
+def test_a_server_that_was_replaced_leaves_the_socket_to_the_next_one(tmp_path: Path) -> None:
+    """As a rank 0 that leaves the run, and closes its outputs after another worker has become rank 0."""
+    with Run().serve(tmp_path) as before, Run().serve(tmp_path):
+        before.close()
+        assert ask(socket_path(tmp_path), {"command": "status"})["step"] == 12
+
+
 def test_what_a_run_cannot_do_is_said_in_its_words(tmp_path: Path) -> None:
     def save() -> None:
         raise MisuseError("there is nowhere to save to")

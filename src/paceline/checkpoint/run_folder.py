@@ -38,6 +38,8 @@ IDENTIFIER_NAME = ".run-id"
 LOCK_NAME = ".lock"
 # How long to wait for the lock of a run that was just killed.
 LOCK_TIMEOUT_S = 10.0
+# The same after the loss of a worker: a network file system keeps the locks of a host that is down for a minute or two.
+LOST_LOCK_TIMEOUT_S = 180.0
 # How long a worker that leaves after an error waits for the lock, to clean up: the owner may be leaving too.
 ABANDONED_LOCK_TIMEOUT_S = 0.5
 _POLL_S = 0.1
@@ -120,7 +122,7 @@ class RunFolder:
         self._assign_roles()
         with ExitStack() as undo:
             undo.callback(self.close)
-            self._open()
+            self._open(LOCK_TIMEOUT_S)
             with raising_on_all_workers(communicator):
                 if self._owns_memory:
                     self._clean_memory()
@@ -137,9 +139,9 @@ class RunFolder:
         if not self._owns_root:
             self._release()
         wait_for_all(self._communicator)
-        self._open()
+        self._open(LOST_LOCK_TIMEOUT_S)
 
-    def _open(self) -> None:
+    def _open(self, lock_timeout_s: float) -> None:
         """The owner locks the folder and cleans it up; all workers learn the name of the folder for snapshots."""
         identifier = ""
         with raising_on_all_workers(self._communicator):
@@ -147,7 +149,7 @@ class RunFolder:
                 if self._owns_root:
                     if not self._is_locked:  # else it existed: if it has vanished, its disk may not be mounted
                         self.root.mkdir(parents=True, exist_ok=True)
-                    self._lock(LOCK_TIMEOUT_S)
+                    self._lock(lock_timeout_s)
                     clean_up(self.root)
                     identifier = _identifier(self.root)
             except OSError as error:

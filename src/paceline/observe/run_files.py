@@ -162,8 +162,9 @@ def running(files: RunFiles, total_steps: int | None = None) -> Iterator[None]:
         state, reason = _end_of(error)
         raise
     finally:
-        status = read_status(files) or status  # has the total by now
-        _write_status(files, replace(status, state=state, ended=round(time(), 3), reason=reason))
+        found = read_status(files) or status  # has the total by now
+        if (found.pid, found.host) == (status.pid, status.host):  # else another worker leads the run since
+            _write_status(files, replace(found, state=state, ended=round(time(), 3), reason=reason))
 
 
 def note_total_steps(files: RunFiles, total_steps: int | None) -> None:

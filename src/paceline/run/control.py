@@ -86,6 +86,7 @@ class ControlServer:
         self._abort = abort
         self._leave = leave
         self._listener = _open_socket(path)
+        self._socket_id = _identity(path)
         _listeners.add(self._listener)
         self._closing = asyncio.Event()
         # Not the thread's default loop, which belongs to the user's code.
@@ -95,13 +96,14 @@ class ControlServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Close all connections and remove the socket. Safe to call twice."""
+        """Close all connections and remove the socket, unless another server has replaced it. Safe to call twice."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join(REQUEST_TIMEOUT_S)  # one of the functions may not return
-        _remove(self._path)
-        with suppress(OSError):  # not empty
-            self._path.parent.rmdir()
+        if _identity(self._path) == self._socket_id:
+            _remove(self._path)
+            with suppress(OSError):  # not empty
+                self._path.parent.rmdir()
 
     def __enter__(self) -> Self:
         return self
@@ -241,6 +243,13 @@ def _remove(path: Path) -> None:
         if folder is not None and folder.name.startswith(_FOLDER_PREFIX) and why_not_private(folder) is None:
             shutil.rmtree(folder, ignore_errors=True)
         path.unlink()
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    with suppress(OSError):
+        found = path.stat()
+        return found.st_dev, found.st_ino
+    return None
 
 
 @contextmanager

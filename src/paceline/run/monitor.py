@@ -131,8 +131,23 @@ class Monitor:
 
     def log_newest(self) -> None:
         """Write a line of metrics for the steps since the last one, unless the newest step has one."""
-        if (record := self._steps.newest) is not None and record.step > self._logged_step:
-            self._log(record)
+        if (record := self._steps.newest) is None or record.step <= self._logged_step:
+            return
+        self._logged_step = record.step
+        self._rates = rates = self._steps.take_rates()
+        values: dict[str, Any] = {
+            "epoch": record.epoch,
+            "loss": known(record.loss),
+            "lr": record.lr,
+            "samples_per_s": round(rates.samples_per_s, 2),
+            "grad_norm": record.grad_norm,
+            "tokens_per_s": None if rates.tokens_per_s is None else round(rates.tokens_per_s, 1),
+        }
+        if 1 < len(rates.shares) <= MAX_WORKERS_LOGGED:
+            values["shares"] = list(rates.shares)
+            values["waiting"] = [round(part, 4) for part in rates.waiting]
+        found = {name: value for name, value in values.items() if value is not None}
+        self._write(record.step, found, self._steps.take_num_samples(), _lanes(rates))
 
     def take_over(self, steps: UnloggedSteps, evaluation: tuple[int, Mapping[str, float]] | None) -> None:
         """Continue for a lost worker: write what it did not write of the newest step.
@@ -149,23 +164,6 @@ class Monitor:
             is_written = any(step in curve.points[0] for curve in curves.curves.values())
             if step == self._run.loop.position.step and not is_written:
                 self.after_evaluation(step, values)
-
-    def _log(self, record: StepRecord) -> None:
-        self._logged_step = record.step
-        self._rates = rates = self._steps.take_rates()
-        values: dict[str, Any] = {
-            "epoch": record.epoch,
-            "loss": known(record.loss),
-            "lr": record.lr,
-            "samples_per_s": round(rates.samples_per_s, 2),
-            "grad_norm": record.grad_norm,
-            "tokens_per_s": None if rates.tokens_per_s is None else round(rates.tokens_per_s, 1),
-        }
-        if 1 < len(rates.shares) <= MAX_WORKERS_LOGGED:
-            values["shares"] = list(rates.shares)
-            values["waiting"] = [round(part, 4) for part in rates.waiting]
-        found = {name: value for name, value in values.items() if value is not None}
-        self._write(record.step, found, self._steps.take_num_samples(), _lanes(rates))
 
     def _write(
         self, step: int, values: dict[str, Any], num_samples: int = 0, lanes: Mapping[str, Any] | None = None
@@ -273,10 +271,12 @@ class MainMonitor:
         if self._monitor is not None:
             self._monitor.log_newest()
         elif self._run.world.is_main:
-            show_output()
-            self._monitor = self._make()  # its event log also receives this event
-            self._monitor.loggers.load_state_dict(self._loggers_state)
-            self._monitor.take_over(self._steps, self._evaluation)
+            with attempt("the output of rank 0"):
+                show_output()
+            with attempt("the record of the run"):  # again at the next change
+                self._monitor = self._make()  # its event log also receives this event
+                self._monitor.loggers.load_state_dict(self._loggers_state)
+                self._monitor.take_over(self._steps, self._evaluation)
         else:
             self._steps.clear()
         self.note(event_text(event.name, event.details))

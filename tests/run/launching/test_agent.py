@@ -5,12 +5,33 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 
 from paceline.run.launching.agent import Agent
 from paceline.run.launching.worker_exit import ExitKind
+
+
+class NoServer:
+    """No worker was started."""
+
+    pids: ClassVar[dict[int, int]] = {}
+    running: ClassVar[list[int]] = []
+    exit_codes: ClassVar[dict[int, int]] = {}
+
+    def terminate(self, exclude: list[int]) -> None:
+        assert not exclude
+
+    def poll(self, timeout_s: float) -> None:
+        pass
+
+
+def test_a_signal_before_the_workers_are_started(tmp_path: Path) -> None:
+    """On a host that was about to join others."""
+    nodes = cast("Any", SimpleNamespace(num_restarts=0, has_others=True, num_nodes=2))
+    assert Agent(tmp_path, cast("Any", NoServer()), nodes).stop() is None
+
 
 ENDED, DIED = ExitKind.ENDED, ExitKind.DIED
 

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Any
 
 import pytest
 
 from paceline.core import timing
 from paceline.run.launching import heartbeats
 from paceline.run.launching.heartbeats import Heartbeats, Record
-
-
-@dataclass(frozen=True, kw_only=True)
-class Note(Record):
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def parse(cls, text: bytes) -> Self:
-        return cls(**json.loads(text))
+from paceline.run.launching.nodes import Nodes, NodesError, wait_for_nodes
 
 
 class FakeStore(dict[str, str]):
@@ -45,7 +34,7 @@ class Agents:
 
     def __init__(self, count: int) -> None:
         self.store, self.count = FakeStore(), count
-        self.own: Heartbeats[Note] = Heartbeats(None, 0, note(0), lost_s=1.5, hosts_store=False, count_nodes=lambda: 0)
+        self.own: Heartbeats = Heartbeats(None, 0, note(0), lost_s=1.5, hosts_store=False, count_nodes=lambda: 0)
         for index in range(1, count):
             self.store.set(f"node-{index}", note(index).to_json())
 
@@ -56,8 +45,8 @@ class Agents:
         return self.store.read
 
 
-def note(index: int, **values: Any) -> Note:
-    return Note(name=f"node {index}", num_workers=1, options={}, **values)
+def note(index: int, **values: Any) -> Record:
+    return Record(name=f"node {index}", num_workers=1, options={}, **values)
 
 
 def test_nodes_that_left_are_not_read_again() -> None:
@@ -85,3 +74,16 @@ def test_nodes_that_were_lost_are_read_for_a_while(monkeypatch: pytest.MonkeyPat
         assert (2 in agents.own.silent) == (beat > 3)
     assert num_read == heartbeats.FORGET_S / timing.MAX_INTERVAL_S + 1
     assert {*agents.own.silent} == {2}
+
+
+def test_a_node_of_another_version_disturbs_no_other() -> None:
+    """It finds none that it can read, and says so."""
+    agents = Agents(3)
+    agents.store.set("node-2", '{"name": "from the future", "num_workers": 1, "options": {}}')
+    agents.exchange()
+    assert {*agents.own.peers} == {1}
+    nodes = Nodes(2, "node-1:29500")
+    wait_for_nodes(nodes, agents.own, str, lambda: True, 0.0)
+    agents.own.peers = {}
+    with pytest.raises(NodesError, match="the nodes at node-1:29500 run another version of Paceline"):
+        wait_for_nodes(nodes, agents.own, str, lambda: True, 0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import pytest
 from waiting import wait_until
@@ -68,6 +68,60 @@ def test_nodes_that_come_and_go_know_when_the_run_was_launched(free_address: str
     nodes = Nodes(1, free_address, 20.0, max_num=2)
     with closing(ElasticNodes(nodes, 1, {})) as first, closing(ElasticNodes(nodes, 1, {})) as second:
         assert first.environment[LAUNCHED_VARIABLE] == second.environment[LAUNCHED_VARIABLE]
+
+
+@contextmanager
+def elastic_pair(address: str) -> Iterator[tuple[ElasticNodes, ElasticNodes]]:
+    """Two nodes of a run that others can join. The first one has the store, and the second one joins."""
+    nodes = Nodes(1, address, 20.0, max_num=3)
+    with closing(ElasticNodes(nodes, 1, {})) as first, closing(ElasticNodes(nodes, 1, {})) as second:
+        wait_until(lambda: first.num_nodes == second.num_nodes == 2)
+        yield first, second
+
+
+@pytest.mark.parametrize(
+    ("kind", "ends_all"),
+    [(ExitKind.FAILED, True), (ExitKind.DIED, True), (ExitKind.ABORTED, True), (ExitKind.COMMUNICATION, False)],
+)
+def test_which_ends_of_a_node_end_the_others(free_address: str, kind: ExitKind, ends_all: bool) -> None:
+    with elastic_pair(free_address) as (first, second):
+        second.publish(ended(kind, 1))
+        wait_until(lambda: first._heartbeats.peers[1].results)
+        assert first.peer_failed() == ends_all
+        first.publish(ended(ExitKind.ENDED, 0))
+        failure = first.first_failure()
+        assert (None if failure is None else failure.kind) == (kind if ends_all else None)
+
+
+def test_the_node_with_the_store_keeps_it_for_the_others(free_address: str) -> None:
+    """All of its workers have died, or left."""
+    with elastic_pair(free_address) as (first, second), ThreadPoolExecutor() as threads:
+        kept = threads.submit(first.wait_for_results)
+        second.publish(ended(ExitKind.DONE, 1))
+        wait_until(lambda: first._heartbeats.peers[1].results)
+        assert not kept.done()
+        assert second.wait_for_results() is False
+        second.close()
+        assert kept.result(20.0) is False
+
+
+def test_a_run_that_others_have_lost_is_no_success(free_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a node that was about to join."""
+    with elastic_pair(free_address) as (first, second):
+        second.publish(ended(ExitKind.ENDED, 1))
+        assert second.first_failure() is None
+        monkeypatch.setattr(first._heartbeats, "_exchange", lambda *_: True)
+        wait_until(lambda: second.first_failure() is not None)
+        failure = second.first_failure()
+        assert failure is not None
+        assert failure.message.startswith(f"all workers with the state of the run are lost (node {first.name} sent no")
+
+
+def test_a_node_that_was_refused_keeps_no_other_out(free_address: str) -> None:
+    with elastic_pair(free_address) as (first, _):
+        with pytest.raises(NodesError, match="use the same command on every node"):
+            ElasticNodes(first._nodes, 1, {"max_restarts": 3})
+        ElasticNodes(first._nodes, 1, {}).close()
 
 
 def test_a_stop_on_one_node_does_not_end_the_other(pair: tuple[NodeRendezvous, NodeRendezvous]) -> None:

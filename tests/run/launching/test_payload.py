@@ -60,9 +60,10 @@ def test_an_unpicklable_result_is_named(tmp_path: Path) -> None:
         save_result(tmp_path / "result", {"loss": 1.0, "model": LOCK})
 
 
-def test_a_full_disk_is_no_pickling_error() -> None:
+def test_a_full_disk_is_no_pickling_error(tmp_path: Path) -> None:
+    (tmp_path / "result.new").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
-        save_result(Path("/dev/full"), bytes(1 << 20))
+        save_result(tmp_path / "result.pkl", bytes(1 << 20))
 
 
 def test_functions_of_a_module_loaded_from_a_path_travel_by_value(tmp_path: Path) -> None:
@@ -90,3 +91,10 @@ def test_functions_of_an_importable_module_travel_by_reference(tmp_path: Path) -
     assert load(tmp_path / "call") == (pickle.dumps, (1,), {"protocol": 2})
     save_call(tmp_path / "call", closing_over, (), {})
     assert load(tmp_path / "call")[0] is closing_over
+
+
+def test_a_file_is_there_when_it_is_whole(tmp_path: Path) -> None:
+    """The launcher loads the result of a rank 0 that was killed after its work."""
+    with pytest.raises(TypeError, match=r"return value of rank 0\[1\]"):
+        save_result(tmp_path / "result.pkl", [1, LOCK])
+    assert not (tmp_path / "result.pkl").exists()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from elastic_runs import (
     NUM_SAMPLES,
     Case,
@@ -22,6 +23,7 @@ from elastic_runs import (
     vectors,
     wait_for_members,
 )
+from torch.nn import functional
 from waiting import wait_until
 
 import paceline as pl
@@ -149,3 +151,39 @@ def test_a_slot_that_dies_again_at_the_same_step_ends_the_run() -> None:
     deaths = [Death(1, step=0), Death(1, "set-up", 0, start=1)]
     with pytest.raises(WorkerError, match="its slot died 2 times at step 1: the run ends, as it would recur"):
         launch([Case(deaths, train=partial(train, waits={1: 2}))], 2, max_restarts=1)
+
+
+def test_rank_0_leaves_and_its_process_goes_on(tmp_path: Path) -> None:
+    """Its logger may take long to upload. The others own the folder of checkpoints at once."""
+
+    def train(folder: Path) -> int:
+        x = torch.arange(96.0).view(24, 4) / 96
+        with pl.Trainer.setup(
+            lambda: torch.nn.Linear(4, 1),
+            torch.optim.SGD,
+            data=(x, x[:, :1]),
+            global_batch=4,
+            micro_batch=2,
+            checkpoints=pl.Checkpoints(folder / "checkpoints", every_steps=2),
+        ) as trainer:
+
+            def after_step(record: pl.StepRecord) -> None:
+                if record.step == 3:
+                    if trainer.is_main:
+                        trainer.request_leave(0)
+                    wait_for_members(1)
+                if record.step == 6:
+                    (folder / "gone-on").touch()
+
+            trainer.every(1, after_step)
+            try:
+                for epoch in trainer.epochs(max_steps=8):
+                    for batch in epoch:
+                        trainer.backward(functional.mse_loss(trainer.model(batch.x), batch.y))
+                        trainer.step()
+            except SystemExit:
+                wait_until((folder / "gone-on").exists)
+                raise
+            return trainer.world.size
+
+    assert pl.launch(train, 2, args=(tmp_path,), min_workers=1) == 1

@@ -61,6 +61,19 @@ def test_the_one_after_a_step(
     assert following == (None if members is None else Generation(2, members, frozenset(joined), left))
 
 
+def test_those_who_were_postponed_are_named_until_they_have_joined() -> None:
+    """Deaths may follow each other so quickly that a worker reads only the last generation."""
+    joining = FIRST.changed({}, [B2, A2])
+    assert joining is not None
+    second = joining.without({C: "died"}, joining.joined).without({D: "died"})
+    assert second.postponed == {A2, B2}
+    third = second.without({E: "died", B2: "died"})
+    assert (third.members, third.postponed) == ((A, B), {A2})
+    again = third.changed({}, [A2])
+    assert again is not None
+    assert (again.joined, again.postponed) == ({A2}, frozenset())
+
+
 def test_ranks() -> None:
     after = FIRST.without({A: "died"}).changed({}, [A2])
     assert after is not None

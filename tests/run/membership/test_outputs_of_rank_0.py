@@ -6,15 +6,22 @@ import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from elastic_runs import Case, Death, Points, check, expected, launch, loop
 
 import paceline as pl
+from paceline.core.events import Events
+from paceline.core.world import World
 from paceline.observe.json_lines import LineReader
+from paceline.observe.loggers import Loggers
 from paceline.observe.metrics import read_curves
 from paceline.observe.run_files import RunFiles, read_status, state_of
+from paceline.run.launching.output import LOGS_VARIABLE
+from paceline.run.monitor import MainMonitor, Monitor
+from paceline.run.step.hooks import Hooks
 
 LOG_EVERY = 2
 
@@ -76,3 +83,19 @@ def test_the_next_rank_0_shows_the_progress(tmp_path: Path, capfd: pytest.Captur
     last = next(number for number, line in enumerate(shown.splitlines()) if "6/6" in line)
     assert moved < last
     assert [outcome["member"][0] for outcome in outcomes] == [1, 2]
+
+
+def test_the_next_rank_0_needs_no_output_of_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its disk was full, or its host had another one."""
+    monitor: Any = object.__new__(Monitor)
+    monitor._files, monitor._logged_step, monitor.loggers = RunFiles(tmp_path), 0, Loggers([])
+    monitor.note = lambda _: None
+    run = SimpleNamespace(world=World(), rejoining=object(), loop=SimpleNamespace(hooks=Hooks(lambda: None, Any)))
+    run.world, run.events = World(rank=1, size=2), Events()
+    next_one = MainMonitor(cast("Any", run), cast("Any", SimpleNamespace(has_tokens=False)), lambda: monitor)
+    run.world = World()
+    monkeypatch.setenv(LOGS_VARIABLE, str(tmp_path / "elsewhere"))
+    with pytest.warns(UserWarning, match=r"cannot be written, training continues: FileNotFoundError") as warned:
+        run.events.emit("world", generation=1, size=1, left=[0], joined=[], reason="died", seconds=0.1)
+    assert len(warned) == 2
+    assert next_one._monitor is monitor

@@ -69,6 +69,14 @@ def test_a_loss_during_a_join_postpones_those_who_join() -> None:
     assert next_generation(following, again) == Generation(4, (C, B2), frozenset({B2}))
 
 
+def test_those_who_were_postponed_and_die_are_not_waited_for() -> None:
+    after = Generation(3, (A, C), left={}, postponed=frozenset({B2}), is_urgent=True)
+    heard = reports({A: 3, C: 3}, lost={B2: "died"})
+    assert next_generation(after, heard) is None
+    following = next_generation(after, heard, {1: "no heartbeat"})
+    assert following == Generation(4, (A,), left={C: "no heartbeat"}, is_urgent=True)
+
+
 def test_a_loss_after_a_join_keeps_those_who_have_joined() -> None:
     heard = reports({A: 2, B2: 2, C: 2}, lost={A: "died"})
     assert next_generation(JOINING, heard) == Generation(3, (B2, C), left={A: "died"}, is_urgent=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from fake_workers import FakeNode, MakeNode, fake_node
 
-from paceline.run.launching import worker
+from paceline.run.launching import supervisor, worker
 from paceline.run.launching.stalls import MIN_STALL_S, STALL_FACTOR, STOPPED_S
 from paceline.run.launching.supervisor import FINISH_S, MAX_BACK_OFF_S, MAX_REPORTED_LOSSES
 from paceline.run.launching.worker_exit import ExitKind, WorkerExit
@@ -187,6 +187,47 @@ def test_a_slot_that_dies_again_and_again_at_the_same_step_ends_the_run(node: Ma
     assert "its slot died 3 times at step 5: the run ends, as it would recur" in ended.message
 
 
+def test_a_replacement_that_dies_before_it_joins_was_in_no_step(node: MakeNode) -> None:
+    """The first death was in the first step, and a replacement that sets itself up has not begun it either."""
+    own = node(2, max_restarts=1)
+    own.enter_all()
+    assert own.end(1).kind is ExitKind.LEFT
+    own.enter_all()
+    own.look()
+    assert own.replaced == [Member(0, 1, 1)]
+    assert own.end(1).kind is ExitKind.LEFT
+    assert own.generation.members == (Member(0, 0),)
+
+
+def test_space_is_reserved_again(node: MakeNode) -> None:
+    """After a disk was full for a while."""
+    own = node(3)
+    own.enter_all()
+    [reserved] = own.folder.glob("reserved*")
+    reserved.unlink()
+    own.end(1)
+    assert reserved.exists()
+
+
+@pytest.mark.parametrize("dies_too", [False, True])
+def test_a_signal_while_a_generation_is_announced(
+    node: MakeNode, monkeypatch: pytest.MonkeyPatch, dies_too: bool
+) -> None:
+    """The launcher then ends, and first lets the others save: they must know of the loss."""
+    own = node(3)
+    own.enter_all()
+    with monkeypatch.context() as patch:
+        patch.setattr(supervisor, "write_in_start", lambda *_: exit(143))
+        with pytest.raises(SystemExit):
+            own.end(1)
+    if dies_too:  # before it was announced
+        own.end(2)
+    own.look()
+    assert own.membership(0).newest() == own.generation
+    assert own.generation.members == ((Member(0, 0),) if dies_too else (Member(0, 0), Member(0, 2)))
+    assert own.membership(0).board.intact == own.generation.number
+
+
 def test_a_death_during_a_join_postpones_it(node: MakeNode) -> None:
     own = node(3, max_restarts=1)
     own.enter_all()
@@ -305,6 +346,7 @@ def test_a_worker_that_is_asked_to_leave_before_it_joins_is_ended(node: MakeNode
     ended = WorkerExit.read(own.folder, 1, -9)
     assert (ended.kind, ended.message) == (ExitKind.LEFT, "rank 1 left before it had joined")
     assert own.end(1, ended.kind, message=ended.message).kind is ExitKind.LEFT
+    assert own.supervisor._report().ready == frozenset()  # no other agent lets it in
     own.server.killed.clear()
     own.look()
     own.enter_all()
@@ -386,6 +428,19 @@ def test_a_stopped_process(node: MakeNode, tmp_path: Path, stall_s: float | None
     message = WorkerExit.read(tmp_path / "start", 1, -9).message
     assert message.startswith("rank 1 was stopped for ")
     assert message.endswith(" s (SIGSTOP), and was ended")
+
+
+def test_one_that_goes_on_while_its_stack_is_asked_for_lives(node: MakeNode) -> None:
+    own = node(3)
+    own.enter_all()
+    own.stopped.add(1001)
+    while not own.signals:
+        own.look()
+    own.stopped.clear()
+    own.row(1).enter(Activity.ELSEWHERE)
+    assert not stands_still(own, 3.0)
+    own.stopped.add(1001)
+    assert stands_still(own, STOPPED_S + 1.0)
 
 
 def test_a_process_that_was_stopped_shortly_lives(node: MakeNode) -> None:

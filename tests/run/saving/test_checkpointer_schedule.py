@@ -64,6 +64,35 @@ def test_a_resumed_run_saves_where_it_would_have(tmp_path: Path, clock: list[flo
     assert complete_steps(tmp_path) == [4, 5, 8, 11, 12, 16, 20]
 
 
+def test_a_run_saves_in_time_however_often_its_workers_change(tmp_path: Path, clock: list[float]) -> None:
+    with setup(tmp_path, keep_last=None, every_minutes=2, final=False) as trainer:
+
+        def tick(record: pl.StepRecord) -> None:
+            clock[0] += 20.0
+            if record.step % 3 == 0:
+                trainer.run.checkpointer.reconnect(trainer.run.loop)
+
+        trainer.every(1, tick)
+        for epoch in trainer.epochs(2):
+            for batch in epoch:
+                step(trainer, batch)
+    assert complete_steps(tmp_path) == [7, 14, 21]
+
+
+def test_a_run_whose_workers_change_needs_no_old_checkpoint(tmp_path: Path) -> None:
+    with setup(tmp_path, keep_last=None, every_steps=4, final=False) as trainer:
+
+        def damage(_: pl.StepRecord) -> None:
+            trainer.run.checkpointer.complete_writing()
+            (tmp_path / "step-00000008" / "manifest.json").write_text("{}")
+            trainer.run.checkpointer.reconnect(trainer.run.loop)
+
+        trainer.every(9, damage)
+        for batch in next(trainer.epochs(1)):
+            step(trainer, batch)
+    assert complete_steps(tmp_path) == [4, 8, 9]  # step 8 cannot be read, so the next save is due
+
+
 @pytest.mark.parametrize("has_folder", [True, False])
 def test_a_step_in_which_nothing_is_due_enters_one_function_at_most(tmp_path: Path, has_folder: bool) -> None:
     entered: set[str] = set()

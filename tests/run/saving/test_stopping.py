@@ -18,7 +18,10 @@ from resumable import setup, step
 from worker_pool import WorkerPool
 
 import paceline as pl
+from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.folders import complete_steps
+from paceline.checkpoint.policy import Decision
+from paceline.core.errors import CommunicationError
 from paceline.run.membership.generation import Generation
 from paceline.run.saving.stopping import StopSignals
 
@@ -233,3 +236,18 @@ def test_minutes_are_rank_0s_to_decide_and_all_workers_save_at_that_step(tmp_pat
 
     assert pool.run(main, 2) == [[5], [5]]
     assert complete_steps(tmp_path) == [5]
+
+
+def test_a_stop_outlives_the_worker_that_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is lost while the run is saved. The others have agreed to stop, and save and stop after a further step."""
+    with setup(tmp_path) as trainer:
+        checkpointer, loop = trainer.run.checkpointer, trainer.run.loop
+        batches = iter(next(trainer.epochs(1)))
+        step(trainer, next(batches))
+        with monkeypatch.context() as patch, pytest.raises(CommunicationError, match="a worker was lost"):
+            patch.setattr(checkpointer._writers[0], "abandon", lambda *_: None)
+            patch.setattr(type(checkpointer._writers[0]), "is_abandoned", True)
+            patch.setattr(checkpointer._writers[0], "poll", lambda **_: CheckpointError("rank 0 was lost"))
+            checkpointer.stop(loop)
+        assert checkpointer.requested is Decision.STOP
+        batches.close()  # type: ignore[attr-defined]

@@ -103,7 +103,7 @@ class Agent:
         cause: printed if the workers finish their step instead of ending immediately. is_shared: the signal that ends
         this process may have been sent to the workers too. Ctrl-C is not, because they are not the terminal's.
         """
-        if not (self._nodes.has_others and self._leave()):
+        if not (self._supervisor is not None and self._nodes.has_others and self._leave(self._supervisor)):
             self._is_stopping = True
             if cause is not None and (self._folder / worker.STOPPABLE_FILE).exists():
                 notice(cause)
@@ -127,15 +127,14 @@ class Agent:
         """The running workers that received a signal and are saving."""
         return [rank for rank in self._server.running if worker_file(self._folder, "heard", rank).exists()]
 
-    def _leave(self) -> bool:
+    def _leave(self, supervisor: Supervisor) -> bool:
         """Let the workers of this node leave the run, which continues. Returns whether they have ended.
 
         They cannot leave if all others do.
         """
-        assert self._supervisor is not None
-        self._supervisor.leave()
+        supervisor.leave()
         while self._server.running and not self._failures() and not self._nodes.peer_failed():
-            if self._supervisor.are_all_leaving:
+            if supervisor.are_all_leaving:
                 return False
             self._poll()
         return not self._server.running

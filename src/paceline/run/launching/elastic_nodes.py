@@ -13,12 +13,11 @@ same command lets it join again.
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Self
+from dataclasses import replace
+from typing import Any
 
 from paceline.core.notice import notice
 from paceline.core.processes import LAUNCHED_VARIABLE
@@ -29,28 +28,13 @@ from paceline.run.membership.generation import Generation, Member
 from paceline.run.membership.member import leave_key
 from paceline.run.membership.roster import Report
 
+# Exits on one node that end the run on all. The others may be due to a lost link.
+_ENDS_RUN = {ExitKind.FAILED, ExitKind.DIED, ExitKind.ABORTED}
 # A node is lost after this long without a heartbeat.
 LOST_S = 1.5
 # The store is lost after this long without an answer.
 STORE_LOST_S = 3.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Record(Record):
-    """`report`: the state of the node's workers. `result`: how they ended."""
-
-    report: Report = field(default_factory=Report)
-    result: WorkerExit | None = None
-
-    def to_json(self) -> str:
-        result = None if self.result is None else asdict(self.result)
-        return json.dumps({**self.__dict__, "report": self.report.to_dict(), "result": result})
-
-    @classmethod
-    def parse(cls, text: bytes) -> Self:
-        values = json.loads(text)
-        result = None if values["result"] is None else WorkerExit.from_dict(values["result"])
-        return cls(**{**values, "report": Report.from_dict(values["report"]), "result": result})
+NOTICE_S = 5.0  # usually all nodes end within this time
 
 
 class ElasticNodes:
@@ -65,7 +49,7 @@ class ElasticNodes:
     def __init__(self, nodes: Nodes, num_workers: int, options: Mapping[str, Any]) -> None:
         deadline_s = time.monotonic() + nodes.join_timeout_s
         self._nodes = nodes
-        self._proposed: list[Generation] = []
+        self._proposed: Generation | None = None
         # Replaced by the thread, and never modified.
         self._decided: tuple[Generation, ...] = ()
         self._asked: frozenset[Member] = frozenset()
@@ -80,7 +64,7 @@ class ElasticNodes:
         self._heartbeats = Heartbeats(
             self._store,
             self.index,
-            _Record(name=self.name, num_workers=num_workers, options=options),
+            Record(name=self.name, num_workers=num_workers, options=options),
             lost_s=LOST_S,
             hosts_store=self._hosts_store,
             count_nodes=lambda: int(self._store.add("arrived", 0)),
@@ -109,7 +93,7 @@ class ElasticNodes:
     def _is_first_decided(self) -> bool:
         """Whether there is a generation. Propose the first one when enough nodes have come."""
         records = self._heartbeats.records
-        if not self._decided and not self._proposed and len(records) >= self._nodes.num:
+        if not self._decided and self._proposed is None and len(records) >= self._nodes.num:
             self.propose(Generation.first({index: record.num_workers for index, record in records.items()}))
         return bool(self._decided)
 
@@ -132,7 +116,7 @@ class ElasticNodes:
         return {index: record.report for index, record in self._heartbeats.records.items()}, self._silent()
 
     def propose(self, generation: Generation) -> None:
-        self._proposed = [*(each for each in self._proposed if each.number >= len(self._decided)), generation]
+        self._proposed = generation
         self._heartbeats.wake()
 
     def asked_to_leave(self) -> frozenset[Member]:
@@ -141,30 +125,43 @@ class ElasticNodes:
 
     def decided(self, after: int) -> list[Generation]:
         """The decided generations with numbers above `after`."""
-        return [generation for generation in self._decided if generation.number > after]
+        return list(self._decided[after + 1 :])
 
     @property
     def has_others(self) -> bool:
         """Whether the run can continue without this node."""
-        members = self._decided[-1].members if self._decided else ()
-        gone = self._silent()
-        return not self._hosts_store and any(m.node != self.index and m.node not in gone for m in members)
+        return not self._hosts_store and not self._other_nodes <= self._silent().keys()
+
+    @property
+    def _other_nodes(self) -> set[int]:
+        """The nodes of the other members."""
+        return {member.node for member in self._newest.members} - {self.index}
 
     # How the launch ends
 
     def publish(self, result: WorkerExit) -> None:
         """Publish how the workers of this node ended. Only the first result counts."""
-        if self._heartbeats.own.result is None:
-            self._heartbeats.publish(result=replace(result, is_final=True))
+        if not self._heartbeats.own.results:
+            self._heartbeats.publish(results={0: replace(result, is_final=True)})
 
     def wait_for_results(self) -> bool:
-        """Whether all workers can be restarted: never."""
+        """Whether all workers can be restarted: never. The node with the store waits until the others have left."""
+        notice_at_s = time.monotonic() + NOTICE_S
+        while self._hosts_store and not self._heartbeats.are_others_gone and not self.lost():
+            if time.monotonic() > notice_at_s:
+                notice("the workers of this node have ended: it keeps the rendezvous until the other nodes have ended")
+                notice_at_s = float("inf")
+            time.sleep(POLL_S)
         return False
 
     def peer_failed(self) -> bool:
         """Whether this node's workers must end because of another node, or because the store is lost."""
-        results = [peer.result for peer in self._heartbeats.peers.values() if peer.result is not None]
-        return any(each.kind == ExitKind.FAILED for each in results) or bool(self.lost())
+        return any(each.kind in _ENDS_RUN for each in self._results.values()) or bool(self.lost())
+
+    @property
+    def _results(self) -> dict[int, WorkerExit]:
+        """By node."""
+        return {index: record.results[0] for index, record in self._heartbeats.records.items() if record.results}
 
     def lost(self) -> str:
         """Why this node has lost contact with the run; empty if it has not."""
@@ -176,13 +173,22 @@ class ElasticNodes:
         return ""
 
     def first_failure(self) -> WorkerExit | None:
-        own = self._heartbeats.own.result
-        results = [record.result for record in self._heartbeats.records.values() if record.result is not None]
-        failed = [each for each in results if each is own or each.kind == ExitKind.FAILED]
-        failure, lost = first_failure(failed), self.lost()
-        if failure is None and own is not None and own.kind == ExitKind.ENDED and lost:
-            return WorkerExit(ExitKind.COMMUNICATION, self.first_rank, lost)
+        results, lost = self._results, self.lost()
+        failure = first_failure(
+            each for index, each in results.items() if index == self.index or each.kind in _ENDS_RUN
+        )
+        is_ended = self.index in results and results[self.index].kind == ExitKind.ENDED
+        if failure is None and is_ended and (reason := lost or self._lost_run()):
+            return WorkerExit(ExitKind.COMMUNICATION, self.first_rank, reason)
         return None if failure is None else failure.with_notes(lost)
+
+    def _lost_run(self) -> str:
+        """Why the run is lost if all nodes with its state are; empty if they are not, or have left."""
+        silent = {i: why for i, why in self._silent().items() if not self._heartbeats.peers[i].has_left}
+        if not (nodes := self._other_nodes) or not nodes <= silent.keys():
+            return ""
+        causes = "; ".join(silent[node] for node in sorted(nodes))
+        return f"all workers with the state of the run are lost ({causes}): start the same command again"
 
     def close(self) -> None:
         """Leave, and notify the others. The node with the store leaves last."""
@@ -199,22 +205,22 @@ class ElasticNodes:
 
     # In the thread
 
-    def _exchange(self, heartbeats: Heartbeats[_Record]) -> None:
+    def _exchange(self, heartbeats: Heartbeats) -> None:
         """Read decisions and requests. The last node to leave ends the run at this address."""
-        self._read_decisions(self._proposed)
+        self._read_decisions()
         own = heartbeats.own
         self._asked = frozenset(member for member in own.report.entered if self._store.check([leave_key(member)]))
         if own.has_left and heartbeats.are_others_gone:
             self._store.set("over", "1")
 
-    def _read_decisions(self, proposed: list[Generation]) -> None:
+    def _read_decisions(self) -> None:
         while True:
-            number = len(self._decided)
+            number, proposed = len(self._decided), self._proposed
             key = f"generation-{number}"
             if not self._store.check([key]):
-                if (own := next((each for each in proposed if each.number == number), None)) is None:
+                if proposed is None or proposed.number != number:
                     return
-                self._store.compare_set(key, "", own.to_json())
+                self._store.compare_set(key, "", proposed.to_json())
             self._decided = (*self._decided, Generation.from_json(self._store.get(key)))
 
 
@@ -222,10 +228,7 @@ def _run_of(shared_store: Any, nodes: Nodes) -> tuple[Any, str]:
     """The store of the current run, and the run's name. A store that outlives a run serves the next one."""
     from paceline.comm.rendezvous import nodes_purpose, private_store
 
-    secret = nodes.secret()
-    if secret is None:
-        notice(nodes.no_secret_warning)
-    number = 0
+    secret, number = nodes.secret(), 0
     while True:
         run_id = f"run-{number}"
         store = private_store(shared_store, secret, nodes_purpose(run_id))

@@ -5,12 +5,15 @@ A thread does this several times a second, because a broken link can block it.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Generic, Self, TypeVar
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Self
 
 from paceline.core.timing import ActiveTimer
+from paceline.run.launching.worker_exit import WorkerExit
+from paceline.run.membership.roster import Report
 
 HEARTBEAT_S = 0.2
 # Nodes that have left, or were lost for this long, are no longer read: hosts may come and go for weeks.
@@ -20,26 +23,32 @@ LEAVE_S = 30.0  # how long the node with the store waits for the others at the e
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What every node publishes. `options` must be equal on all nodes."""
+    """What every node publishes.
+
+    options: must be equal on all nodes. results: how its workers ended, by start; of the current start and the one
+    before, since a node can be one start behind. report: the state of its workers, if they may change.
+    """
 
     name: str
     num_workers: int
     options: Mapping[str, Any]
+    run_id: str = ""
     has_left: bool = False
     heartbeat: int = 0
+    results: dict[int, WorkerExit] = field(default_factory=dict)
+    report: Report = field(default_factory=Report)
 
     def to_json(self) -> str:
-        raise NotImplementedError
+        return json.dumps(asdict(self) | {"report": self.report.to_dict()})
 
     @classmethod
     def parse(cls, text: bytes) -> Self:
-        raise NotImplementedError
+        values = json.loads(text)
+        results = {int(start): WorkerExit.from_dict(result) for start, result in values["results"].items()}
+        return cls(**values | {"results": results, "report": Report.from_dict(values["report"])})
 
 
-R = TypeVar("R", bound=Record)
-
-
-class Heartbeats(Generic[R]):
+class Heartbeats:
     """The latest records of all nodes. Without a store this node is the only one.
 
     lost_s: a node is lost after this long without a heartbeat. hosts_store: this node has the store and leaves last.
@@ -51,16 +60,17 @@ class Heartbeats(Generic[R]):
         self,
         store: Any,
         index: int,
-        own: R,
+        own: Record,
         *,
         lost_s: float,
         hosts_store: bool,
         count_nodes: Callable[[], int],
-        also: Callable[[Heartbeats[R]], object] = lambda _: None,
+        also: Callable[[Heartbeats], object] = lambda _: None,
     ) -> None:
         # The thread replaces `peers`, other threads replace `own`. Neither is ever modified.
         self.own = own
-        self.peers: dict[int, R] = {}
+        self.peers: dict[int, Record] = {}
+        self.has_unreadable = False  # records
         self.store_error = ""
         self.lost_s = lost_s
         self._store_silence = ActiveTimer()
@@ -86,12 +96,12 @@ class Heartbeats(Generic[R]):
         self._has_news.set()
 
     @property
-    def records(self) -> dict[int, R]:
+    def records(self) -> dict[int, Record]:
         """Of all nodes that have joined, in the order of their indices."""
         return dict(sorted({**self.peers, self._index: self.own}.items()))
 
     @property
-    def silent(self) -> dict[int, R]:
+    def silent(self) -> dict[int, Record]:
         """The lost nodes."""
         return {index: peer for index, peer in self.peers.items() if self._silence[index].seconds > self.lost_s}
 
@@ -104,11 +114,6 @@ class Heartbeats(Generic[R]):
     def are_others_gone(self) -> bool:
         """Whether all other nodes were lost or have left."""
         return all(peer.has_left or index in self.silent for index, peer in self.peers.items())
-
-    @property
-    def other_options(self) -> R | None:
-        """A node that was started with other options."""
-        return next((peer for peer in self.peers.values() if peer.options != self.own.options), None)
 
     def leave(self, timeout_s: float) -> None:
         """Notify the others that this node leaves. timeout_s: for this message, if the store does not answer."""
@@ -126,7 +131,7 @@ class Heartbeats(Generic[R]):
         except (RuntimeError, ValueError) as error:  # what torch's stores raise
             self.store_error = str(error).partition("\n")[0]
 
-    def _exchange(self, store: Any, count_nodes: Callable[[], int], also: Callable[[Heartbeats[R]], object]) -> bool:
+    def _exchange(self, store: Any, count_nodes: Callable[[], int], also: Callable[[Heartbeats], object]) -> bool:
         """Write this node's record and read the others. Returns True after the last exchange."""
         self._num_heartbeats += 1
         own = replace(self.own, heartbeat=self._num_heartbeats)
@@ -135,7 +140,11 @@ class Heartbeats(Generic[R]):
             if index == self._index or self._is_forgotten(index):
                 continue
             if index in self.peers or store.check([f"node-{index}"]):
-                self._receive(index, own.parse(store.get(f"node-{index}")))
+                content = store.get(f"node-{index}")
+                try:
+                    self._receive(index, Record.parse(content))
+                except (KeyError, TypeError):
+                    self.has_unreadable = True  # of another version: it must not disturb the others
         also(self)
         self._store_silence.reset()
         return own.has_left and (self.are_others_gone or not self._hosts_store)
@@ -144,7 +153,7 @@ class Heartbeats(Generic[R]):
         peer = self.peers.get(index)
         return peer is not None and (peer.has_left or self._silence[index].seconds > FORGET_S)
 
-    def _receive(self, index: int, record: R) -> None:
+    def _receive(self, index: int, record: Record) -> None:
         silence = self._silence.setdefault(index, ActiveTimer())
         if index in self.peers and record.heartbeat == self.peers[index].heartbeat:
             silence.update()

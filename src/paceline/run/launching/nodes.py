@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import socket
 import struct
@@ -11,10 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from paceline.core.errors import PacelineError
 from paceline.core.notice import notice
@@ -25,10 +24,6 @@ from paceline.run.launching.worker_exit import ExitKind, WorkerExit, first_failu
 DEFAULT_JOIN_TIMEOUT_S = 300.0
 LOST_S = 10.0  # without a heartbeat: the node is down, or the link to it
 POLL_S = 0.02
-_NO_SECRET = (
-    "this run has no secret: any process that can reach {address} can join or disturb it. Pass "
-    "--secret-file, the same on every node; see docs/security.md"
-)
 
 
 class NodesError(PacelineError):
@@ -84,10 +79,6 @@ class Nodes:
         return max(self.num, self.max_num) > 1
 
     @property
-    def no_secret_warning(self) -> str:
-        return _NO_SECRET.format(address=self.address)
-
-    @property
     def host_and_port(self) -> tuple[str, int]:
         assert self.address is not None
         host, _, port = self.address.rpartition(":")
@@ -95,23 +86,6 @@ class Nodes:
 
 
 SINGLE_NODE = Nodes()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Record(Record):
-    """`results`: of the current start and the one before, since a node can be one start behind."""
-
-    run_id: str
-    results: dict[int, WorkerExit] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def parse(cls, text: bytes) -> Self:
-        values = json.loads(text)
-        results = {int(start): WorkerExit.from_dict(result) for start, result in values.pop("results").items()}
-        return cls(**values, results=results)
 
 
 class NodeRendezvous:
@@ -131,12 +105,14 @@ class NodeRendezvous:
         self.environment: dict[str, str] = {}  # variables with which workers of several nodes connect
         self.num_restarts = 0  # incremented by the agent: the current start, to which results belong
         store = self._open_store() if nodes.num > 1 else None
-        own = _Record(name=self.name, num_workers=num_workers, options=options, run_id=run_id)
+        own = Record(name=self.name, num_workers=num_workers, options=options, run_id=run_id)
         self._heartbeats = Heartbeats(
             store, self.index, own, lost_s=LOST_S, hosts_store=self._hosts_store, count_nodes=lambda: nodes.num
         )
         try:
-            wait_for_nodes(nodes, self._heartbeats, self.lost, self._have_all_joined, deadline_s)
+            wait_for_nodes(
+                nodes, self._heartbeats, self.lost, lambda: len(self._heartbeats.records) == nodes.num, deadline_s
+            )
         except BaseException:
             self.close()
             raise
@@ -149,20 +125,15 @@ class NodeRendezvous:
     def _open_store(self) -> Any:
         from paceline.comm.rendezvous import private_store
 
-        nodes, secret = self._nodes, self._nodes.secret()
-        if secret is None:
-            notice(nodes.no_secret_warning)
+        nodes = self._nodes
         shared_store, self._hosts_store, own_address = open_store(nodes)
-        store = private_store(shared_store, secret, "nodes")
+        store = private_store(shared_store, nodes.secret(), "nodes")
         self.index = 0 if self._hosts_store else store.add("arrived", 1)
         if self.index >= nodes.num:
             raise NodesError(f"{nodes.num} nodes have already joined at {nodes.address}: choose another port")
         self.name = f"{self.name} ({own_address})"
         self.environment = worker_environment(nodes, own_address, shared_store.port)
         return store
-
-    def _have_all_joined(self) -> bool:
-        return len(self._heartbeats.records) == self.num_nodes
 
     def close(self) -> None:
         """Leave, and notify the others. The node with the store leaves last."""
@@ -224,18 +195,22 @@ class NodeRendezvous:
 
 def wait_for_nodes(
     nodes: Nodes,
-    heartbeats: Heartbeats[Any],
+    heartbeats: Heartbeats,
     lost: Callable[[], str],
     have_joined: Callable[[], bool],
     deadline_s: float,
 ) -> None:
     """Wait until enough nodes have joined. lost: why they cannot."""
     while True:
-        if (other := heartbeats.other_options) is not None:
+        # Where nodes come and go, one with other options was refused, and has left.
+        awaited = [peer for peer in heartbeats.peers.values() if not (nodes.max_num and peer.has_left)]
+        for other in [peer for peer in awaited if peer.options != heartbeats.own.options]:
             raise NodesError(
                 f"node {other.name} was started with {other.options}, this one with {heartbeats.own.options}: use the "
                 "same command on every node"
             )
+        if heartbeats.has_unreadable and not heartbeats.peers:
+            raise NodesError(f"the nodes at {nodes.address} run another version of Paceline: install the same on all")
         if reason := lost():
             raise NodesError(f"the nodes could not connect: {reason}")
         if have_joined():
@@ -270,6 +245,11 @@ def open_store(nodes: Nodes) -> tuple[Any, bool, str]:
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+    if nodes.secret() is None:
+        notice(
+            f"this run has no secret: any process that can reach {nodes.address} can join or disturb it. Pass "
+            "--secret-file, the same on every node; see docs/security.md"
+        )
     host, port = nodes.host_and_port
     timeout = timedelta(seconds=nodes.join_timeout_s)
     deadline_s = time.monotonic() + nodes.join_timeout_s

@@ -33,9 +33,11 @@ def save_result(path: Path, value: Any) -> None:
 
 
 def _save(path: Path, value: Any, parts: Mapping[str, Any], remedy: str) -> None:
+    unfinished = path.with_suffix(".new")
     try:
-        with path.open("wb") as file:
+        with unfinished.open("wb") as file:
             cloudpickle.dump(value, file)
+        unfinished.replace(path)  # whole, also if this process is killed meanwhile
     except Exception:
         for name, part in parts.items():
             if found := _unpicklable(name, part):

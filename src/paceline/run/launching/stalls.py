@@ -64,26 +64,18 @@ class StallDetector:
         seen.was_computing = activity is Activity.COMPUTING
         # Asking the kernel takes longer than the rest, so only about idle workers.
         seen.stopped_s = seen.stopped_s + elapsed_s if is_idle and _is_stopped(pid) else 0.0
-        if seen.ending_since_s is not None:
-            self._end(slot, seen)
-        elif (seen.was_computing and seen.idle_s > self._limit_s) or seen.stopped_s > self._stopped_limit_s:
+        limit_s = self.stall_s or max(STALL_FACTOR * self._longest_s, MIN_STALL_S)
+        stopped_limit_s = min(self.stall_s or STOPPED_S, STOPPED_S)
+        if not ((seen.was_computing and seen.idle_s > limit_s) or seen.stopped_s > stopped_limit_s):
+            seen.ending_since_s = None  # it may have gone on after its stack was requested
+        elif seen.ending_since_s is None:
             seen.ending_since_s = time.monotonic()
             with suppress(OSError):
                 os.kill(pid, worker.STACK_SIGNAL)
-
-    @property
-    def _limit_s(self) -> float:
-        return self.stall_s or max(STALL_FACTOR * self._longest_s, MIN_STALL_S)
-
-    @property
-    def _stopped_limit_s(self) -> float:
-        return min(self.stall_s or STOPPED_S, STOPPED_S)
+        elif time.monotonic() - seen.ending_since_s >= STACK_WAIT_S:
+            self._end(slot, seen)
 
     def _end(self, slot: int, seen: _Watched) -> None:
-        """End a stalled worker, once there was time to write its stack."""
-        assert seen.ending_since_s is not None
-        if time.monotonic() - seen.ending_since_s < STACK_WAIT_S:
-            return
         rank = self.first_rank + slot
         stack = read_stack(self.folder, rank)
         if seen.stopped_s:

@@ -17,7 +17,7 @@ from typing import Protocol
 from paceline.core.notice import notice
 from paceline.run.launching.fork_server import ForkServer
 from paceline.run.launching.stalls import StallDetector
-from paceline.run.launching.worker_exit import ExitKind, WorkerExit, write_in_start
+from paceline.run.launching.worker_exit import ExitKind, WorkerExit, reserve_space, write_in_start
 from paceline.run.membership.board import Activity, Board
 from paceline.run.membership.generation import Generation, Member
 from paceline.run.membership.member import BOARD_FILE, GENERATION_FILE, leave_file
@@ -82,7 +82,8 @@ class SingleNodeConsensus:
         return {0: own}, {}
 
     def propose(self, generation: Generation) -> None:
-        self._newest = generation
+        if generation.number > self._newest.number:
+            self._newest = generation
 
     def decided(self, after: int) -> list[Generation]:
         return [self._newest] if self._newest.number > after else []
@@ -127,29 +128,30 @@ class Supervisor:
     def note_exit(self, slot: int, ended: WorkerExit) -> WorkerExit:
         """A worker has ended. If the others continue without it, its exit becomes `LEFT`."""
         member = self._slots[slot].member
+        has_joined = member in self.generation.members
         if ended.kind in (ExitKind.DONE, ExitKind.STOPPED):
             self._finished_s[member] = time.monotonic()
             return ended
         if ended.kind is ExitKind.LEFT and member not in self._leaving:
             again = "the others continue without this node; start the same command again to rejoin"
             return replace(ended, kind=ExitKind.COMMUNICATION, message=f"{ended.message}; {again}")
-        if ended.kind is ExitKind.LEFT:
-            self._server.kill_group(self._first_rank + slot)  # the processes that it started
-            notice(f"{ended.message}: {self._who_continues}")
-            return ended
-        if ended.kind is not ExitKind.DIED:
+        if ended.kind not in (ExitKind.LEFT, ExitKind.DIED):
             return ended  # an exception in the user's code would recur
-        step = self._board.row(slot).num_steps
-        self._deaths[slot, step] += 1
-        if 0 < self._options.max_restarts < self._deaths[slot, step]:
-            times = f"{self._deaths[slot, step]} times at step {step + 1}"
-            return replace(ended.with_notes(f"its slot died {times}: the run ends, as it would recur"), is_final=True)
-        has_joined = member in self.generation.members
-        if has_joined and not self._can_continue(member):
-            return ended
+        if ended.kind is ExitKind.DIED and has_joined:  # one that was setting itself up was in no step
+            step = self._board.row(slot).num_steps
+            self._deaths[slot, step] += 1
+            if 0 < self._options.max_restarts < self._deaths[slot, step]:
+                times = f"{self._deaths[slot, step]} times at step {step + 1}"
+                ended = ended.with_notes(f"its slot died {times}: the run ends, as it would recur")
+                return replace(ended, is_final=True)
+            if not self._can_continue(member):
+                return ended
         self._server.kill_group(self._first_rank + slot)  # the processes that it started
         reason = ended.message.partition("\n")[0]
         self._lost[member] = reason
+        if ended.kind is ExitKind.LEFT:
+            notice(f"{reason}: {self._who_continues}")
+            return ended
         self._advance()
         self._schedule_replacement(slot, has_joined=has_joined)
         what_follows = self._who_continues if has_joined else "it was about to join"
@@ -249,9 +251,10 @@ class Supervisor:
                     notice(f"{reason}: {self._who_continues}")
 
     def _announce(self, generation: Generation) -> None:
-        self.generation = generation
         write_in_start(self._folder / GENERATION_FILE, generation.to_json().encode())
         self._board.announce(generation)
+        self.generation = generation  # last: if a signal interrupts this, the next poll announces it again
+        reserve_space(self._folder)
 
     def _report(self) -> Report:
         gone = {*self._lost, *self._finished_s}

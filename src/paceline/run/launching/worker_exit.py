@@ -8,7 +8,6 @@ import signal
 import time
 import traceback
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -110,10 +109,18 @@ def worker_file(folder: Path, kind: str, rank: int) -> Path:
 
 
 def reserve_space(folder: Path) -> None:
-    """Called before the workers start, so that a disk that is full later does not hide how they ended."""
-    with suppress(OSError):
+    """Called before the workers start, so that a disk that is full later does not hide how they ended.
+
+    Called again after changes of the workers, in case that the space was used and the disk has recovered.
+    """
+    path = folder / _RESERVED_FILE
+    if path.exists():
+        return
+    try:
         folder.mkdir(exist_ok=True)
-        (folder / _RESERVED_FILE).write_bytes(bytes(_RESERVED_BYTES))
+        path.write_bytes(bytes(_RESERVED_BYTES))
+    except OSError:
+        path.unlink(missing_ok=True)
 
 
 def write_in_start(path: Path, content: bytes) -> None:

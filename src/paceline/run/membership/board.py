@@ -87,6 +87,10 @@ class Row:
     def note_entered(self, generation: Generation) -> None:
         self._words[_ENTERED] = generation.number + 1
 
+    def note_outside(self) -> None:
+        """The worker waits to join, possibly again."""
+        self._words[_ENTERED] = 0
+
     def clear(self) -> None:
         """Called by the agent, before it starts a replacement."""
         for word in range(_ROW_WORDS):
@@ -106,5 +110,5 @@ class Row:
 
     @property
     def entered(self) -> int:
-        """The generation in which the worker can continue after a loss; -1 before the first."""
+        """The generation in which the worker can continue after a loss; -1 while it is in none."""
         return self._words[_ENTERED] - 1

@@ -111,8 +111,11 @@ class ElasticCommunicator:
         """Connect the newest generation that includes this worker; returns it. All its members call this together."""
         membership = self.membership
         while True:
-            generation = membership.newest()
-            if membership.member not in generation.members:
+            generation, member = membership.newest(), membership.member
+            if generation.number > self.generation.number:
+                # Also if it has taken over the state before: the others may have gone on without it.
+                self.is_joining |= member in generation.joined | generation.postponed
+            if member not in generation.members:
                 self._wait_to_join(generation)
                 continue
             world = membership.world(generation, self.world)
@@ -132,12 +135,14 @@ class ElasticCommunicator:
         return generation
 
     def _wait_to_join(self, generation: Generation) -> None:
-        self.is_joining |= self.membership.member in generation.postponed
         if not self.is_joining:
             reason = generation.left.get(self.membership.member, "the others have lost contact with this worker")
             raise LeftRun(reason)
-        self.membership.row.enter(Activity.READY)
+        row = self.membership.row
+        row.note_outside()
+        row.enter(Activity.READY)
         self.membership.wait_for_newer(generation, float("inf"))
+        row.enter(Activity.WAITING)  # not READY: if the join is interrupted, it first has to read that it was
 
     def rendezvous_point(self) -> RendezvousPoint:
         """Through which the members of the current generation open further connections."""

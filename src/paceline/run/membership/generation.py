@@ -28,9 +28,10 @@ class Generation:
     """A numbered list of members, in the order of their ranks. The workers of a node have consecutive ranks.
 
     `joined`: members that were not in the previous generation; they take over its state. `left`: members of the
-    previous generation that are not in this one, with reasons. `postponed`: members of the previous generation that
-    were still joining, and join again later. `is_urgent`: a member was lost, so the previous generation cannot complete
-    its step; otherwise its members enter this one after a step.
+    previous generation that are not in this one, with reasons. `postponed`: members of earlier generations that were
+    still joining when another one was lost, until they join again: a worker may read only the newest generation.
+    `is_urgent`: a member was lost, so the previous generation cannot complete its step; otherwise its members enter
+    this one after a step.
     """
 
     number: int
@@ -50,7 +51,8 @@ class Generation:
         removed = {*lost, *postponed}
         members = tuple(member for member in self.members if member not in removed)
         left = {member: why for member, why in lost.items() if member in self.members}
-        return Generation(self.number + 1, members, left=left, postponed=frozenset(postponed) - {*lost}, is_urgent=True)
+        still_joining = self.postponed.union(postponed) - {*lost}
+        return Generation(self.number + 1, members, left=left, postponed=still_joining, is_urgent=True)
 
     def changed(self, leaving: Mapping[Member, str], joining: Iterable[Member]) -> Generation | None:
         """The next generation, which this one's members enter after a step; None if nothing changes.
@@ -65,7 +67,7 @@ class Generation:
             members.insert(own_node[-1] + 1 if own_node else len(members), member)
         if not left and not joined:
             return None
-        return Generation(self.number + 1, tuple(members), frozenset(joined), left)
+        return Generation(self.number + 1, tuple(members), frozenset(joined), left, self.postponed - {*joined})
 
     def rank_of(self, member: Member) -> int | None:
         return self.members.index(member) if member in self.members else None

@@ -19,7 +19,7 @@ from paceline.core.events import Events
 from paceline.core.message import decode, encode
 from paceline.run.evaluation import collect
 from paceline.run.membership.board import Activity
-from paceline.run.membership.communicator import ElasticCommunicator
+from paceline.run.membership.communicator import ElasticCommunicator, LeftRun
 from paceline.run.membership.generation import Generation
 from paceline.run.saving.checkpointer import Checkpointer
 from paceline.run.saving.state import HasState, load_random_state, load_replica, random_state, replica_states
@@ -224,7 +224,11 @@ class Rejoining:
     def _meet(self) -> None:
         """Connect to the members of the newest generation, and gather their progress."""
         communicator, loop = self._communicator, self._loop
-        communicator.rejoin()
+        try:
+            communicator.rejoin()
+        except LeftRun:
+            self._checkpointer.leave()  # now: the user's code, or a logger, may take long to end
+            raise
         num_averages = 0 if loop.exchange.averages is None else loop.exchange.averages.num_completed
         own = _Progress(
             loop.position.epoch,

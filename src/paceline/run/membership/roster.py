@@ -58,10 +58,10 @@ def next_generation(
     """
     lost_nodes = lost_nodes or {}
     lost = {member: why for report in reports.values() for member, why in report.lost.items()}
-    lost |= {member: lost_nodes[member.node] for member in current.members if member.node in lost_nodes}
-    lost = {member: why for member, why in lost.items() if member in current.members}
+    known = (*current.members, *current.postponed)
+    lost |= {member: lost_nodes[member.node] for member in known if member.node in lost_nodes}
     is_entered = is_entered_by_all(current, reports, lost)
-    if lost:
+    if not lost.keys().isdisjoint(current.members):
         return current.without(lost, () if is_entered else current.joined)
     if not is_entered:
         return None

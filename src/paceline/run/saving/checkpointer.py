@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -166,7 +166,9 @@ class Checkpointer:
             self._folder.make_memory()
         self._open_writers(self._settings)
         newest, is_lost, metrics = decided_by_rank_0(lambda: self._find_last(loop.position.step), communicator)
+        next_time_s = self._next_time_s
         self._schedule(Position.from_dict(newest))
+        self._next_time_s = min(self._next_time_s, next_time_s)  # workers may change more often than the run is saved
         self._is_prepared = self._has_failed = False
         if is_lost:
             self._metrics, self._agreed = metrics, max(self._agreed, Decision.SAVE)
@@ -177,7 +179,11 @@ class Checkpointer:
         Also its metrics, empty if the run is no longer at that step.
         """
         found = sorted(self._folder.found(), key=lambda path: step_of(path) or 0)
-        newest = dict(Checkpoint(found[-1]).manifest.position) if found else Position().to_dict()
+        newest = Position().to_dict()
+        for path in reversed(found):
+            with suppress(CheckpointError, OSError):  # damaged, or deleted meanwhile: the run needs none of them
+                newest = dict(Checkpoint(path).manifest.position)
+                break
         on_disk = max((step_of(path) or 0 for path in found if path.parent == self._folder.root), default=0)
         begun, metrics = self._last_saved
         return newest, begun > on_disk, dict(metrics) if begun == step else {}
@@ -304,7 +310,7 @@ class Checkpointer:
             if self._run.replica.pieces is None:  # else a save begins with collecting the state
                 for writer in self._writers:
                     writer.reserve(self._states(loop, writer))
-        if monotonic() >= self._next_time_s and not self.requested:
+        if monotonic() >= self._next_time_s and self._world.is_main and not self.requested:
             self._set_request(Decision.SAVE)
         is_save_due = position.step >= self._next_step or position.epoch >= self._next_epoch
         if self._agreed or not (is_save_due or position.step >= self._next_snapshot):
@@ -316,6 +322,7 @@ class Checkpointer:
 
         Steps and epochs are counted from the start of the run: a resumed run saves at the same steps as an
         uninterrupted one. Clocks differ, so rank 0 decides by its own, and sends a request with the step's exchange.
+        All workers keep the time, since another one may become rank 0.
         """
         settings = self._settings
         assert settings is not None
@@ -325,7 +332,7 @@ class Checkpointer:
         if is_saved:
             has_count = settings.every_steps is not None or settings.every_epochs is not None
             minutes = settings.every_minutes or (math.inf if has_count else DEFAULT_MINUTES)
-            self._next_time_s = monotonic() + 60 * minutes if self._world.is_main else math.inf
+            self._next_time_s = monotonic() + 60 * minutes
             self._last_step = now.step
 
     # How
@@ -348,6 +355,7 @@ class Checkpointer:
             self._forget_requests()
             loop.exchange.synchronize()
             return
+        self.request(Decision.STOP)  # the worker that requested it may be lost during the save
         self._has_failed |= self._outcome(self._writers[0], wait=True) is not None
         if self._metrics is not None or loop.position.step > self._last_step or self._has_failed_on_rank_0():
             self._save(loop)
@@ -383,6 +391,14 @@ class Checkpointer:
         self._poll(self._writers[0], wait=True)
         self._run.timeline.took("saving", begin)
         self._leave_together()
+
+    def leave(self) -> None:
+        """This worker leaves the run, which continues: another one may own its folder from now on."""
+        if self._settings is not None:
+            self._close_writers(logging.INFO)
+            self._writers.clear()
+            self._folder.close()
+        self._is_finished = True
 
     def close(self) -> None:
         is_interrupted = self._signals is not None and self._signals.is_requested and not self._is_finished
