@@ -100,7 +100,7 @@ def test_a_snapshot_is_hidden_before_it_is_deleted(tmp_path: Path, monkeypatch: 
 def test_a_folder_that_another_run_has_locked_is_not_cleaned_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for timeout in ("LOCK_TIMEOUT_S", "ABANDONED_LOCK_TIMEOUT_S"):
+    for timeout in ("LOST_LOCK_TIMEOUT_S", "ABANDONED_LOCK_TIMEOUT_S"):
         monkeypatch.setattr(f"paceline.checkpoint.run_folder.{timeout}", 0.0)
     communicator = SingleCommunicator(World(is_joining=True))
     folder = RunFolder(tmp_path, communicator)
