@@ -104,16 +104,10 @@ class SharedMemoryCommunicator:
 
     def _exchange(self, tensor: torch.Tensor, operation: str, source: int | None) -> Pending:
         self._peers.check_usable()
-        if (buffer := self._buffer_of(tensor)) is None:
-            return self._exchange_copy(tensor, operation, source)
-        return self.start(buffer, operation, source)
-
-    def _buffer_of(self, tensor: torch.Tensor) -> SharedBuffer | None:
-        """The buffer of `empty` that this tensor is; None for other tensors."""
         buffer = self._buffers.get((tensor.data_ptr(), tensor.dtype))
         if buffer is None or not tensor.is_contiguous() or tensor.numel() != buffer.tensor.numel():
-            return None
-        return buffer
+            return self._exchange_copy(tensor, operation, source)
+        return self.start(buffer, operation, source)
 
     def start(
         self,
