@@ -45,7 +45,7 @@ def totals(
     peaks = []
     for number in range(3):
         sums.add(gradients_of(layout, generator, where), weight, first=number == 0)
-        peaks.append(sums.take_peaks()[0].clone().cpu())
+        peaks.append(torch.as_tensor(sums.take_peaks()[0], dtype=torch.float64).clone().cpu())
     sums.settle()
     return total.cpu(), peaks
 
