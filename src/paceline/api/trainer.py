@@ -319,10 +319,12 @@ class Trainer:
 
     @property
     def world(self) -> World:
+        """The current workers and this worker's rank and device; another value after workers have left or joined."""
         return self.run.world
 
     @property
     def is_main(self) -> bool:
+        """Whether this worker is rank 0 now."""
         return self.world.is_main
 
     @property

@@ -37,7 +37,7 @@ class GradientError(PacelineError):
 
 
 class MisuseError(PacelineError):
-    """Calls in an order that cannot work with several workers."""
+    """A call, or an order of calls, that cannot lead to the right result on any number of workers."""
 
 
 class WorkerError(PacelineError):
