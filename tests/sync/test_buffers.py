@@ -122,6 +122,45 @@ def test_a_cache_that_grows_stays_local() -> None:
     assert len(run(Cached).table) == 4
 
 
+class KeepsActivations(nn.Module):
+    """A buffer with the last activations, whose size is the micro-batch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+        self.register_buffer("activations", torch.zeros(4, 1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.activations = self.layer(x).detach()
+        return self.layer(x)
+
+
+@pytest.mark.filterwarnings("ignore:buffer 'activations' changes during forward")
+def test_a_buffer_of_the_micro_batchs_size_stays_local(pool: WorkerPool) -> None:
+    """Micro-batches of 4, 4, 4 and 2 samples: in one step, workers have different sizes."""
+
+    def sizes() -> list[int]:
+        found: list[int] = []
+        with pl.Trainer.setup(
+            KeepsActivations, lambda p: torch.optim.SGD(p, lr=0.0), data=X[:14], global_batch=8, micro_batch=4,
+            shuffle=False, balancing=pl.Balancing(shares="equal"),
+        ) as trainer:  # fmt: skip
+            trainer.every(1, lambda _: found.append(len(trainer.model.activations)))
+
+            def freeze(_: object) -> None:  # changes the exchanged numbers
+                trainer.model.layer.bias.requires_grad_(False)
+
+            trainer.every_epoch(1, freeze)
+            for epoch in trainer.epochs(3):
+                for batch in epoch:
+                    trainer.backward(trainer.model(batch).square().mean())
+                    trainer.step()
+        return found
+
+    assert sizes() == [4, 2] * 3
+    assert pool.run(sizes, 2) == [[4, 4] * 3, [4, 2] * 3]
+
+
 def test_a_tail_of_one_sample_names_the_remedy() -> None:
     build = lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5))  # noqa: E731
     with (

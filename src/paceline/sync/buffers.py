@@ -6,7 +6,8 @@ depends on the micro-batches and not on the workers that ran them:
 - statistics of BatchNorm and similar layers change as if the micro-batches had run one after another:
   new = old + sum_k (1 - momentum)**(M-1-k) * (after_k - old), a running average (momentum=None) by its counter;
 - batch counters are summed;
-- any other buffer takes the value of the step's last micro-batch, with one warning.
+- any other buffer takes the value of the step's last micro-batch, with one warning;
+- while its size differs between workers, each keeps its own: a cache that grows, or activations of the last batch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.comm.base import Communicator
+from paceline.comm.messages import gather
 
+# In the exchanged flag of a buffer, besides 1 for each worker on which it changed: a worker has seen it change its
+# size, so sizes may differ between workers.
+_RESIZED = 4096.0
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -33,6 +38,7 @@ class Buffers:
     """
 
     def __init__(self, model: object, communicator: Communicator) -> None:
+        self._model = model
         self._communicator = communicator
         layers = _normalization_layers(model)
         self._statistics = statistics_of(model)
@@ -51,6 +57,15 @@ class Buffers:
         self._keep = torch.tensor(keeps, dtype=torch.float64).repeat_interleave(sizes).to(device=device)
         self._counter = torch.tensor(counters, dtype=torch.int64).repeat_interleave(sizes).to(device=device)
         self._has_averages = max(counters, default=-1) >= 0
+
+    def renewed(self) -> Buffers:
+        """For the present modules of the model."""
+        renewed = Buffers(self._model, self._communicator)
+        known = {other.name: other for other in self._others}
+        for other in renewed._others:
+            if (before := known.get(other.name)) is not None:
+                other.was_resized, other.has_warned = before.was_resized, before.has_warned
+        return renewed
 
     def accumulate_in(self, space: torch.Tensor, *, exact: bool) -> None:
         self._space = space
@@ -91,16 +106,27 @@ class Buffers:
         """The largest magnitude of each statistic; NaN if there is a NaN."""
         return torch.stack([part.abs().amax() for part in change.split(self._sizes)])
 
-    def changed_unmanaged(self) -> Sequence[bool]:
-        return [other.is_changed for other in self._others]
+    def changed_unmanaged(self) -> Sequence[float]:
+        """By buffer without a rule: this worker's part of its exchanged flag."""
+        return [other.is_changed + _RESIZED * other.was_resized for other in self._others]
+
+    @staticmethod
+    def have_changed(flags: Sequence[float]) -> bool:
+        """Whether forward changed a buffer without a rule, other than its size."""
+        return any(flag % _RESIZED for flag in flags)
 
     def finish(self, changed: Sequence[float], owner_of_last: int) -> None:
         """After the exchange: write the combined values. owner_of_last: the rank that ran the last micro-batch."""
         if self.numel:
             self._write(self._before + self._space)
-        for other, is_changed in zip(self._others, changed, strict=True):
-            if is_changed:
+        for other, flag in zip(self._others, changed, strict=True):
+            other.was_resized |= flag >= _RESIZED
+            if flag % _RESIZED and not (other.was_resized and self._have_other_sizes(other)):
                 other.take(self._communicator, owner_of_last)
+
+    def _have_other_sizes(self, other: _Buffer) -> bool:
+        """Whether the workers' sizes of a buffer differ. Called by all together."""
+        return len(set(gather(other.size, self._communicator))) > 1
 
     def restore(self) -> None:
         """Restore the buffers that the step began with."""
@@ -189,7 +215,7 @@ class _Buffer:
     def __init__(self, name: str, module: nn.Module, key: str, *, is_statistic: bool) -> None:
         self.name = name
         self.is_statistic = is_statistic
-        self.is_changed = self._has_warned = False
+        self.is_changed = self.was_resized = self.has_warned = False
         self._buffers = cast("dict[str, torch.Tensor]", module._buffers)
         self._key = key
         self._last: torch.Tensor | None = None
@@ -203,6 +229,10 @@ class _Buffer:
         """Whether it was written or replaced. Running statistics may always be: their kernels count no version."""
         current = self._buffers[self._key]
         return current is not self._tensor or current._version != self._version or self.is_statistic
+
+    @property
+    def size(self) -> str:
+        return f"{tuple(self._noted.shape)} {self._noted.dtype}"
 
     def is_incompatible(self) -> bool:
         """Whether its shape or dtype differs from the noted value, as of a cache that grows with its input."""
@@ -227,10 +257,11 @@ class _Buffer:
         if not self.has_changed():
             return
         if self.is_incompatible():
+            self.was_resized = True
             self.note()  # each worker keeps its own
             return
-        if not self._has_warned:
-            self._has_warned = True
+        if not self.has_warned:
+            self.has_warned = True
             warnings.warn(
                 f"buffer {self.name!r} changes during forward and is not a statistic that Paceline can combine: "
                 "after each step it has the value of the step's last micro-batch",

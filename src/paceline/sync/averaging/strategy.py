@@ -26,7 +26,6 @@ from paceline.sync.averaging.guard import DivergenceGuard
 from paceline.sync.averaging.measuring import LinkMeasurement
 from paceline.sync.averaging.rounds import ReplicaAverage, WorkerRound
 from paceline.sync.averaging.settings import Averaging as Averaging
-from paceline.sync.buffers import Buffers
 from paceline.sync.compression.residuals import Residuals
 from paceline.sync.compression.settings import Compression
 from paceline.sync.numbers import NO_MESSAGE, LocalNumbers, OneLoss, RoundMean, WorkerMessage, check_not_abandoned
@@ -119,7 +118,7 @@ class AveragedReplicas:
     def hooks_per_parameter(self) -> int:
         return self._local.hooks_per_parameter
 
-    def set_parameters(self, parameters: Mapping[str, torch.Tensor], buffers: Buffers) -> None:
+    def set_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Called when the workers have changed."""
         self.check_parameters(parameters)
         self._world = self._communicator.world
