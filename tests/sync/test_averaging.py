@@ -131,6 +131,27 @@ def test_an_outer_optimizer_of_rate_1_takes_the_mean_and_momentum_does_more(pool
         assert not torch.allclose(nesterov["0.weight"], plain["0.weight"], atol=1e-4)
 
 
+@pytest.mark.parametrize("settings", [{}, {"overlap": True}, {"compress": "int8"}, {"compress": "sparse"}])
+def test_weights_in_double_precision_are_not_rounded_to_single(settings: Any, pool: WorkerPool) -> None:
+    """A step that float32 cannot add to the weights: 1 + 16 * 1e-9. Every encoding sends the same number exactly."""
+
+    def ones() -> nn.Module:
+        model = nn.Linear(12, 1, bias=False).double()
+        nn.init.ones_(model.weight)
+        return model
+
+    def ends() -> torch.Tensor:
+        weights = run(
+            pl.Averaging(every=4, divergence_threshold=None, **settings),
+            build=ones,
+            loss=lambda model, _: 1e-8 * model.weight.sum(),
+        )
+        return weights["weight"]
+
+    for outcome in pool.run(ends, 2):
+        torch.testing.assert_close(outcome, torch.full_like(outcome, 1.0 - 16e-9), rtol=0, atol=1e-13)
+
+
 @pytest.mark.parametrize("transfer", ["bf16", "fp16"])
 def test_changes_may_travel_in_half_precision(transfer: Any, pool: WorkerPool) -> None:
     def both() -> list[dict[str, torch.Tensor]]:
