@@ -213,8 +213,12 @@ class ReplicaAverage:
         """The part of this worker's changes not sent yet; None if its encoding leaves nothing."""
         if all(fragment.residual is None for fragment in self._trained):
             return None
-        residuals = [(fragment.residual, fragment.common) for fragment in self._trained]
-        return torch.cat([torch.zeros_like(common) if own is None else own for own, common in residuals]).detach()
+        return torch.cat(
+            [
+                torch.zeros(each.numel, device=self._device) if each.residual is None else each.residual
+                for each in self._trained
+            ]
+        )
 
     @torch.no_grad()
     def load_residuals(self, saved: torch.Tensor | None) -> None:
