@@ -685,6 +685,38 @@ def test_a_slow_links_run_that_is_resumed_measures_steps_of_its_own(tmp_path: Pa
         assert step_ms > 0.01
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "equal_after"),
+    [
+        ({"every": 4}, {"every": 2}, [6, 8]),
+        ({"every": 2}, {"every": 4}, [8]),
+        ({"every": 4}, {"every": 4, "fragments": 2}, []),
+        ({"every": 2, "fragments": 2, "outer": sgd}, {"every": 4, "outer": sgd}, [8]),
+        ({"every": pl.Cadence(4, max_anchor=4)}, {"every": pl.Cadence(2, max_anchor=2)}, [6, 8]),
+    ],
+)
+def test_a_resumed_run_averages_as_its_new_settings_say(
+    before: Any, after: Any, equal_after: list[int], tmp_path: Path, pool: WorkerPool
+) -> None:
+    def digests(strategy: Any, max_steps: int) -> dict[int, str]:
+        found: dict[int, str] = {}
+        settings: dict[str, Any] = {"global_batch": 8, "micro_batch": 2, "strategy": pl.Averaging(**strategy)}
+        settings |= {"balancing": pl.Balancing(shares="equal")}
+        checkpoints = pl.Checkpoints(tmp_path, allow=["strategy"])
+        with pl.Trainer.setup(mlp, sgd, data=(X, Y), checkpoints=checkpoints, **settings) as trainer:
+            trainer.every(1, lambda record: found.update({record.step: digest(trainer.model.state_dict())}))
+            for epoch in trainer.epochs(1, max_steps=max_steps):
+                for batch in epoch:
+                    trainer.backward(loss_of(trainer.model, batch))
+                    trainer.step()
+            trainer.save()
+        return found
+
+    pool.run(digests, 2, before, 4)
+    first, second = pool.run(digests, 2, after, 8)
+    assert [step for step in first if first[step] == second[step]] == equal_after
+
+
 def test_a_resumed_run_knows_the_loss_of_the_last_average(tmp_path: Path, pool: WorkerPool) -> None:
     """A scheduler that follows the loss needs it in every step."""
 

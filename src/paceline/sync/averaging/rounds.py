@@ -202,10 +202,13 @@ class ReplicaAverage:
         sizes = [fragment.numel for fragment in fragments]
         for fragment, values in zip(fragments, torch.split(state["common"], sizes), strict=True):
             fragment.common.copy_(values)
+        self.load_residuals(None)
+        self.num_completed = state["num_averages"]
+        if len(state["steps"]) != len(self._trained):
+            return  # cut into another number of fragments now; the replicas were equal
         if self._outer is not None and state["outer"] is not None:
             self._outer.load_state_dict(state["outer"])
-        self.load_residuals(None)
-        self.num_completed, self._next = state["num_averages"], state["next_fragment"]
+        self._next = state["next_fragment"]
         self._steps = [FragmentSteps(*steps) for steps in state["steps"]]
         self._square_distance, self._square_length = state["squares"]
 

@@ -19,7 +19,7 @@ from paceline.core.deferred import DeferredReader
 from paceline.core.errors import CommunicationError, GenerationEnded, MisuseError
 from paceline.core.events import Events
 from paceline.core.timing import NOT_MEASURED, Timing
-from paceline.plan.cadence import Cadence, ElChe
+from paceline.plan.cadence import Cadence
 from paceline.plan.shares import Plan
 from paceline.plan.slow_link import EXCHANGE
 from paceline.sync.averaging.guard import DivergenceGuard
@@ -236,7 +236,7 @@ class AveragedReplicas:
             return  # saved by a world of one, which averages nothing
         self._measurement.restart()
         self._measurement.is_done = saved["is_link_measured"]
-        self._interval = ElChe.from_dict(saved["interval"])
+        self._interval = self._interval.resumed(saved["interval"])
         self._guard.drifts.clear()
         self._guard.drifts.extend(saved["drifts"])
         self._average.load_state_dict(saved)
