@@ -307,6 +307,28 @@ def test_a_gradient_after_its_exchange_began_is_an_error_not_a_wrong_sum() -> No
             one_step(replicas, twice)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_an_empty_parameter_may_be_alone_in_its_bucket(exact: bool) -> None:
+    """As the empty one by which a module finds its device, if the parameters after it fill the other buckets."""
+
+    class WithDummy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dummy = nn.Parameter(torch.empty(0))
+            self.weight = nn.Parameter(torch.ones(6, 6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight
+
+    with two_replicas(WithDummy, bucket_bytes=1, exact=exact, overlap=False) as replicas:
+        (model, first), (_, second) = replicas
+        for exchange in (first, second):
+            exchange._is_calibrated = True  # calibration would wait for the other replica, in this thread
+        one_step(replicas, lambda model, rank: loss_of(model, X[rank : rank + 1]).backward())
+        assert model.dummy.grad is None
+        assert model.weight.grad is not None
+
+
 def test_without_overlap_a_changed_pattern_is_no_error() -> None:
     with two_replicas(lambda: nn.Linear(6, 6), bucket_bytes=1, overlap=False) as replicas:
         one_step(replicas, lambda model, rank: loss_of(model, X[rank : rank + 1]).backward())
