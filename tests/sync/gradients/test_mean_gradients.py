@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -246,6 +247,41 @@ def half_precision_run() -> tuple[list[tuple[int, bool]], bool]:
                     records.append((record.step, record.is_skipped))
                     moved_after_skip |= record.is_skipped and not torch.equal(before, trainer.model.weight)
     return records, moved_after_skip
+
+
+def fp16_run(loss_of: Callable[[torch.Tensor, int], torch.Tensor], num_steps: int) -> tuple[list[bool], float]:
+    """Whether each step was skipped, and the loss scale at the end."""
+    skipped: list[bool] = []
+    with pl.Trainer.setup(
+        lambda: nn.Linear(6, 6), lambda p: torch.optim.SGD(p, lr=1e-9), data=X[:2], global_batch=2, precision="fp16"
+    ) as trainer:
+        trainer.every(1, lambda record: skipped.append(record.is_skipped))
+        for epoch in trainer.epochs(num_steps):
+            for batch in epoch:
+                with trainer.autocast():
+                    output = trainer.model(batch)
+                trainer.backward(loss_of(output.float(), trainer.position.step))
+                trainer.step()
+        assert trainer.run.loop.loss_scale is not None
+        return skipped, trainer.run.loop.loss_scale.value
+
+
+def test_fp16_scales_large_losses_down() -> None:
+    """Their gradients overflow at scale 1 too, and as they are in float32 do not."""
+    skipped, _ = fp16_run(lambda output, _: output.square().mean() * 1e7, 40)
+    assert skipped[0]
+    assert not any(skipped[30:])
+
+
+def test_fp16_skips_a_loss_that_is_not_finite_and_keeps_the_scale() -> None:
+    skipped, scale = fp16_run(lambda output, step: output.mean() * (math.nan if step < 60 else 1.0), 61)
+    assert skipped == [True] * 60 + [False]
+    assert scale == 65536.0
+
+
+def test_fp16_does_not_skip_all_steps_of_a_run() -> None:
+    with pytest.raises(pl.errors.NonFiniteError, match=r"^100 steps in a row were skipped, up to step 102, .*bf16"):
+        fp16_run(lambda output, step: output.mean() * (1.0 if step < 2 else math.nan), 200)
 
 
 @contextmanager
