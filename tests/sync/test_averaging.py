@@ -118,6 +118,36 @@ def _loaded(weights: dict[str, torch.Tensor]) -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize("settings", [{}, {"overlap": True}, {"fragments": 2}])
+def test_weights_in_new_memory_are_averaged(settings: Any, pool: WorkerPool) -> None:
+    """vector_to_parameters makes every parameter a view of the vector."""
+
+    def move(trainer: pl.Trainer, record: pl.StepRecord) -> None:
+        if record.step in (2, 7):
+            parameters = [*trainer.model.parameters()]
+            nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(parameters).detach().clone(), parameters)
+
+    def both() -> list[dict[str, torch.Tensor]]:
+        return [run(pl.Averaging(every=4, **settings), hook=hook) for hook in (move, lambda *_: None)]
+
+    for moved, expected in pool.run(both, 2):
+        assert digest(moved) == digest(expected)
+
+
+def test_weights_may_not_get_another_layout(pool: WorkerPool) -> None:
+    def transpose(trainer: pl.Trainer, _: pl.StepRecord) -> None:
+        weight = max(trainer.model.parameters(), key=torch.numel)  # in several fragments
+        weight.data = weight.detach().t().contiguous().t()
+
+    def error() -> str:
+        with pytest.raises(pl.errors.MisuseError) as caught:
+            run(pl.Averaging(every=4, fragments=4), hook=transpose)
+        return str(caught.value)
+
+    for text in pool.run(error, 2):
+        assert text.startswith("a parameter has another memory layout than at the set-up (such as channels_last)")
+
+
 def test_an_outer_optimizer_of_rate_1_takes_the_mean_and_momentum_does_more(pool: WorkerPool) -> None:
     def both() -> list[dict[str, torch.Tensor]]:
         return [

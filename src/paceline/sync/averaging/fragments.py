@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from paceline.core.errors import MisuseError
 from paceline.sync.compression.exchange import WeightedSum
 
 
@@ -30,6 +31,15 @@ class Fragment:
     @property
     def numel(self) -> int:
         return sum(self._sizes)
+
+    def use(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The same values in other memory."""
+        if [tensor.numel() for tensor in tensors] != self._sizes:
+            raise MisuseError(
+                "a parameter has another memory layout than at the set-up (such as channels_last), which Averaging does "
+                "not support: change it before the set-up"
+            )
+        self._tensors = tensors
 
     def measure(self) -> float:
         """Find the change since the last average. Returns the square of its length."""
@@ -91,9 +101,17 @@ def _square_length(values: torch.Tensor) -> float:
 
 
 def cut(tensors: Sequence[torch.Tensor], count: int) -> list[Fragment]:
-    """Fragments of equal size, fewer than `count` if there are fewer values.
+    """Fragments of these parts, see `parts_of`."""
+    parts = parts_of(tensors, count)
+    largest = max((sum(map(torch.numel, part)) for part in parts), default=0)
+    workspace = _workspace(largest, tensors) if parts else None
+    return [Fragment(part, workspace) for part in parts]
 
-    Tensors are cut where a fragment ends, unless they are not contiguous (channels_last).
+
+def parts_of(tensors: Sequence[torch.Tensor], count: int) -> list[list[torch.Tensor]]:
+    """Parts of equal size, fewer than `count` if there are fewer values.
+
+    Tensors are cut where a part ends, unless they are not contiguous (channels_last).
     """
     total = sum(tensor.numel() for tensor in tensors)
     ends = [total * (number + 1) // count for number in range(count)]
@@ -108,7 +126,4 @@ def cut(tensors: Sequence[torch.Tensor], count: int) -> list[Fragment]:
             own, rest = (rest, rest[:0]) if room >= rest.numel() else (rest[:room], rest[room:])
             parts[number].append(own)
             position += own.numel()
-    parts = [part for part in parts if part]
-    largest = max((sum(map(torch.numel, part)) for part in parts), default=0)
-    workspace = _workspace(largest, tensors) if parts else None
-    return [Fragment(part, workspace) for part in parts]
+    return [part for part in parts if part]

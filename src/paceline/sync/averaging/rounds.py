@@ -12,7 +12,7 @@ import torch
 
 from paceline.comm.base import Communicator
 from paceline.core.seeding import Purpose, derive_seed
-from paceline.sync.averaging.fragments import Fragment, cut
+from paceline.sync.averaging.fragments import Fragment, cut, parts_of
 from paceline.sync.compression.exchange import WeightedSum, weighted_sum
 from paceline.sync.compression.settings import Compression
 
@@ -80,6 +80,8 @@ class ReplicaAverage:
         self._seed = seed
         self._compress: Compression = compress
         self._statistics = [Fragment(statistics)] if statistics else []
+        self._parameters, self._num_parts = parameters, num_fragments
+        self._addresses = [p.data_ptr() for p in parameters]
         self._trained = cut([p.detach() for p in parameters], num_fragments)
         self._steps = [FragmentSteps() for _ in self._trained]
         self._outer = None if outer is None else outer([fragment.common for fragment in self._trained])
@@ -127,9 +129,19 @@ class ReplicaAverage:
         for steps in self._steps:
             steps.add(step)
 
+    def _follow_memory(self) -> None:
+        """Parameters may have other memory since the last average: parameter.data = ..., or vector_to_parameters."""
+        addresses = [p.data_ptr() for p in self._parameters]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            parts = parts_of([p.detach() for p in self._parameters], self._num_parts)
+            for fragment, part in zip(self._trained, parts, strict=True):
+                fragment.use(part)
+
     @torch.no_grad()
     def start(self, own: WorkerRound) -> None:
         begun_s = self._now_s()
+        self._follow_memory()
         self._own = own
         own.round_s, own.sync_s = begun_s - self._round_begun_s - self._sync_s, self._sync_s
         self._round_begun_s = begun_s
@@ -156,6 +168,7 @@ class ReplicaAverage:
         Returns what the workers report, by rank, and after the last fragment the drift.
         """
         begun_s = self._now_s()
+        self._follow_memory()
         pairs = list(zip(self._fragments(), self._sums, strict=False))
         table, *_ = [total.messages() for _, total in pairs]
         # All data has arrived. From here on nothing can fail.
