@@ -58,6 +58,40 @@ def test_batch_norm_ends_as_if_micro_batches_ran_one_after_another(
                 assert digest(dict(model[1].named_buffers())) == digest(dict(alone.named_buffers()))
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_momentum_that_changes_and_statistics_that_are_replaced(exact: bool, pool: WorkerPool) -> None:
+    """As by a schedule of momentum, after the first of two epochs."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5, momentum=0.5))
+
+    def change(model: nn.Module) -> None:
+        model[1].momentum = 0.01
+        model[1].running_mean = torch.ones(5)
+
+    def trained() -> nn.Module:
+        with pl.Trainer.setup(
+            build, lambda p: torch.optim.SGD(p, lr=0.0), data=X, global_batch=16, micro_batch=4, shuffle=False,
+            exact=exact,
+        ) as trainer:  # fmt: skip
+            trainer.every_epoch(1, lambda number: change(trainer.model) if number == 0 else None)
+            for epoch in trainer.epochs(2):
+                for batch in epoch:
+                    trainer.backward(trainer.model(batch).square().mean())
+                    trainer.step()
+            return trainer.model[1]
+
+    expected = copy.deepcopy(run(build, epochs=0))
+    for epoch in range(2):
+        for micro_batch in X.split(4):
+            expected(micro_batch)
+        if epoch == 0:
+            change(expected)
+    for layer in (trained(), *pool.run(trained, 2)):
+        for name, buffer in layer.named_buffers():
+            torch.testing.assert_close(buffer, getattr(expected[1], name), rtol=1e-5, atol=1e-6)
+
+
 def test_batch_norm_in_evaluation_mode_is_untouched(pool: WorkerPool) -> None:
     class Frozen(nn.Module):
         def __init__(self) -> None:

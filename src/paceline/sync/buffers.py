@@ -41,22 +41,32 @@ class Buffers:
         self._model = model
         self._communicator = communicator
         layers = _normalization_layers(model)
-        self._statistics = statistics_of(model)
+        self._layers = list(layers.values())
         self.names_of_statistics = [f"{name}.{key}".lstrip(".") for name in layers for key in _STATISTICS]
         self._others = [buffer for buffer in _buffers_of(model) if not buffer.is_statistic]
         self.num_unmanaged = len(self._others)
-        self._sizes = [tensor.numel() for tensor in self._statistics]
+        self._note_layers()
         self.numel = sum(self._sizes)
+
+    def _note_layers(self) -> None:
+        """Note the layers' momentum and statistics, which the user may replace between two steps."""
+        self._last_layer_states = self._layer_states()
+        self._statistics = statistics_of(self._model)
+        self._sizes = [tensor.numel() for tensor in self._statistics]
         keeps: list[float] = []  # by statistic: the part of the old value that remains after one batch
         counters: list[int] = []  # by statistic: the index of its counter if it is a running average, else -1
-        for number, layer in enumerate(layers.values()):
+        for number, layer in enumerate(self._layers):
             counter = sum(self._sizes[: 3 * number + 2]) if layer.momentum is None else -1
             keeps += [1.0 - (layer.momentum or 0.0)] * 2 + [1.0]  # counters add up
             counters += [counter, counter, -1]
-        device, sizes = self._statistics[0].device if layers else None, torch.tensor(self._sizes, dtype=torch.int64)
+        sizes = torch.tensor(self._sizes, dtype=torch.int64)
+        device = self._statistics[0].device if self._layers else None
         self._keep = torch.tensor(keeps, dtype=torch.float64).repeat_interleave(sizes).to(device=device)
         self._counter = torch.tensor(counters, dtype=torch.int64).repeat_interleave(sizes).to(device=device)
         self._has_averages = max(counters, default=-1) >= 0
+
+    def _layer_states(self) -> list[tuple[float | None, ...]]:
+        return [(layer.momentum, *map(id, layer._buffers.values())) for layer in self._layers]
 
     def renewed(self) -> Buffers:
         """For the present modules of the model."""
@@ -79,6 +89,8 @@ class Buffers:
     def begin_step(self, num_micro_batches: int) -> None:
         self._num_micro_batches = num_micro_batches
         if self.numel:
+            if self._layer_states() != self._last_layer_states:
+                self._note_layers()
             self._space.zero_()
             self._before = self._read()
         for other in self._others:
