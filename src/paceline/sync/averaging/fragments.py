@@ -36,8 +36,8 @@ class Fragment:
         """The same values in other memory."""
         if [tensor.numel() for tensor in tensors] != self._sizes:
             raise MisuseError(
-                "a parameter has another memory layout than at the set-up (such as channels_last), which Averaging does "
-                "not support: change it before the set-up"
+                "a parameter has another memory layout than at the set-up (such as channels_last), which Averaging "
+                "does not support: change it before the set-up"
             )
         self._tensors = tensors
 
