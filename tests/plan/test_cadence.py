@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -290,6 +291,17 @@ def test_resume_with_another_knob() -> None:
     el_che = sync(ElChe(2), [100.0, 100.0], sync_ms=500.0)
     assert ElChe.from_dict(el_che.to_dict() | {"overhead_target": 0.2}).overhead_target == 0.2
     assert ElChe.from_dict(el_che.to_dict() | {"max_anchor": 30}).anchor == 30
+
+
+@pytest.mark.parametrize(
+    ("settings", "anchor"),
+    [({}, 7), ({"anchor": 6}, 6), ({"max_anchor": 5}, 5), ({"overhead_target": 0.2}, 5), ({"max_batch_diff": 9}, 5)],
+)
+def test_a_saved_state_counts_for_the_same_settings_only(settings: dict[str, Any], anchor: int) -> None:
+    saved = ElChe(2, 5)
+    saved.report_timing([50.0, 50.0], [5, 5], 7.0)
+    assert saved.anchor == 7
+    assert ElChe(2, **({"anchor": 5} | settings)).resumed(saved.to_dict()).anchor == anchor
 
 
 def test_a_clamped_hint_warns_only_once() -> None:

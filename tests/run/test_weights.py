@@ -117,6 +117,32 @@ def test_a_step_without_any_weight_changes_nothing(pool: WorkerPool) -> None:
     assert pool.run(nothing_counts, 2) == [(True, 1)] * 2
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_step_without_any_weight_leaves_no_trace(exact: bool, pool: WorkerPool) -> None:
+    def trained_on(data: Any) -> str:
+        with pl.Trainer.setup(
+            build,
+            lambda p: torch.optim.SGD(p, lr=1.0),
+            data=data,
+            global_batch=4,
+            micro_batch=2,
+            weight_fn=valid_tokens,
+            shuffle=False,
+            exact=exact,
+        ) as trainer:
+            for epoch in trainer.epochs(1):
+                for batch in epoch:
+                    trainer.backward(token_mean(trainer.model, batch.x, batch.y))
+                    trainer.step()
+            return digest(trainer.model.state_dict())
+
+    data = sequences(12)
+    expected = trained_on(data[:4] + data[8:])
+    assert trained_on(data) == expected
+    if exact:
+        assert pool.run(lambda: trained_on(data), 2) == [expected] * 2
+
+
 def test_one_micro_batch_per_step_without_weight() -> None:
     with pl.Trainer.setup(
         build,

@@ -118,6 +118,36 @@ def _loaded(weights: dict[str, torch.Tensor]) -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize("settings", [{}, {"overlap": True}, {"fragments": 2}])
+def test_weights_in_new_memory_are_averaged(settings: Any, pool: WorkerPool) -> None:
+    """vector_to_parameters makes every parameter a view of the vector."""
+
+    def move(trainer: pl.Trainer, record: pl.StepRecord) -> None:
+        if record.step in (2, 7):
+            parameters = [*trainer.model.parameters()]
+            nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(parameters).detach().clone(), parameters)
+
+    def both() -> list[dict[str, torch.Tensor]]:
+        return [run(pl.Averaging(every=4, **settings), hook=hook) for hook in (move, lambda *_: None)]
+
+    for moved, expected in pool.run(both, 2):
+        assert digest(moved) == digest(expected)
+
+
+def test_weights_may_not_get_another_layout(pool: WorkerPool) -> None:
+    def transpose(trainer: pl.Trainer, _: pl.StepRecord) -> None:
+        weight = max(trainer.model.parameters(), key=torch.numel)  # in several fragments
+        weight.data = weight.detach().t().contiguous().t()
+
+    def error() -> str:
+        with pytest.raises(pl.errors.MisuseError) as caught:
+            run(pl.Averaging(every=4, fragments=4), hook=transpose)
+        return str(caught.value)
+
+    for text in pool.run(error, 2):
+        assert text.startswith("a parameter has another memory layout than at the set-up (such as channels_last)")
+
+
 def test_an_outer_optimizer_of_rate_1_takes_the_mean_and_momentum_does_more(pool: WorkerPool) -> None:
     def both() -> list[dict[str, torch.Tensor]]:
         return [
@@ -129,6 +159,27 @@ def test_an_outer_optimizer_of_rate_1_takes_the_mean_and_momentum_does_more(pool
     for plain, outer, nesterov in pool.run(both, 2):
         assert_close(outer, plain)
         assert not torch.allclose(nesterov["0.weight"], plain["0.weight"], atol=1e-4)
+
+
+@pytest.mark.parametrize("settings", [{}, {"overlap": True}, {"compress": "int8"}, {"compress": "sparse"}])
+def test_weights_in_double_precision_are_not_rounded_to_single(settings: Any, pool: WorkerPool) -> None:
+    """A step that float32 cannot add to the weights: 1 + 16 * 1e-9. Every encoding sends the same number exactly."""
+
+    def ones() -> nn.Module:
+        model = nn.Linear(12, 1, bias=False).double()
+        nn.init.ones_(model.weight)
+        return model
+
+    def ends() -> torch.Tensor:
+        weights = run(
+            pl.Averaging(every=4, divergence_threshold=None, **settings),
+            build=ones,
+            loss=lambda model, _: 1e-8 * model.weight.sum(),
+        )
+        return weights["weight"]
+
+    for outcome in pool.run(ends, 2):
+        torch.testing.assert_close(outcome, torch.full_like(outcome, 1.0 - 16e-9), rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("transfer", ["bf16", "fp16"])
@@ -662,6 +713,38 @@ def test_a_slow_links_run_that_is_resumed_measures_steps_of_its_own(tmp_path: Pa
     for (reason,) in pool.run(reasons, 2, 8):
         (step_ms,) = map(float, re.findall("a step takes (.*) ms", reason))
         assert step_ms > 0.01
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "equal_after"),
+    [
+        ({"every": 4}, {"every": 2}, [6, 8]),
+        ({"every": 2}, {"every": 4}, [8]),
+        ({"every": 4}, {"every": 4, "fragments": 2}, []),
+        ({"every": 2, "fragments": 2, "outer": sgd}, {"every": 4, "outer": sgd}, [8]),
+        ({"every": pl.Cadence(4, max_anchor=4)}, {"every": pl.Cadence(2, max_anchor=2)}, [6, 8]),
+    ],
+)
+def test_a_resumed_run_averages_as_its_new_settings_say(
+    before: Any, after: Any, equal_after: list[int], tmp_path: Path, pool: WorkerPool
+) -> None:
+    def digests(strategy: Any, max_steps: int) -> dict[int, str]:
+        found: dict[int, str] = {}
+        settings: dict[str, Any] = {"global_batch": 8, "micro_batch": 2, "strategy": pl.Averaging(**strategy)}
+        settings |= {"balancing": pl.Balancing(shares="equal")}
+        checkpoints = pl.Checkpoints(tmp_path, allow=["strategy"])
+        with pl.Trainer.setup(mlp, sgd, data=(X, Y), checkpoints=checkpoints, **settings) as trainer:
+            trainer.every(1, lambda record: found.update({record.step: digest(trainer.model.state_dict())}))
+            for epoch in trainer.epochs(1, max_steps=max_steps):
+                for batch in epoch:
+                    trainer.backward(loss_of(trainer.model, batch))
+                    trainer.step()
+            trainer.save()
+        return found
+
+    pool.run(digests, 2, before, 4)
+    first, second = pool.run(digests, 2, after, 8)
+    assert [step for step in first if first[step] == second[step]] == equal_after
 
 
 def test_a_resumed_run_knows_the_loss_of_the_last_average(tmp_path: Path, pool: WorkerPool) -> None:

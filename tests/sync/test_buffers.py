@@ -58,6 +58,40 @@ def test_batch_norm_ends_as_if_micro_batches_ran_one_after_another(
                 assert digest(dict(model[1].named_buffers())) == digest(dict(alone.named_buffers()))
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_momentum_that_changes_and_statistics_that_are_replaced(exact: bool, pool: WorkerPool) -> None:
+    """As by a schedule of momentum, after the first of two epochs."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5, momentum=0.5))
+
+    def change(model: nn.Module) -> None:
+        model[1].momentum = 0.01
+        model[1].running_mean = torch.ones(5)
+
+    def trained() -> nn.Module:
+        with pl.Trainer.setup(
+            build, lambda p: torch.optim.SGD(p, lr=0.0), data=X, global_batch=16, micro_batch=4, shuffle=False,
+            exact=exact,
+        ) as trainer:  # fmt: skip
+            trainer.every_epoch(1, lambda number: change(trainer.model) if number == 0 else None)
+            for epoch in trainer.epochs(2):
+                for batch in epoch:
+                    trainer.backward(trainer.model(batch).square().mean())
+                    trainer.step()
+            return trainer.model[1]
+
+    expected = copy.deepcopy(run(build, epochs=0))
+    for epoch in range(2):
+        for micro_batch in X.split(4):
+            expected(micro_batch)
+        if epoch == 0:
+            change(expected)
+    for layer in (trained(), *pool.run(trained, 2)):
+        for name, buffer in layer.named_buffers():
+            torch.testing.assert_close(buffer, getattr(expected[1], name), rtol=1e-5, atol=1e-6)
+
+
 def test_batch_norm_in_evaluation_mode_is_untouched(pool: WorkerPool) -> None:
     class Frozen(nn.Module):
         def __init__(self) -> None:
@@ -120,6 +154,45 @@ def test_a_cache_that_grows_stays_local() -> None:
             return self.layer(x) + self.table[: len(x), None]
 
     assert len(run(Cached).table) == 4
+
+
+class KeepsActivations(nn.Module):
+    """A buffer with the last activations, whose size is the micro-batch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+        self.register_buffer("activations", torch.zeros(4, 1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.activations = self.layer(x).detach()
+        return self.layer(x)
+
+
+@pytest.mark.filterwarnings("ignore:buffer 'activations' changes during forward")
+def test_a_buffer_of_the_micro_batchs_size_stays_local(pool: WorkerPool) -> None:
+    """Micro-batches of 4, 4, 4 and 2 samples: in one step, workers have different sizes."""
+
+    def sizes() -> list[int]:
+        found: list[int] = []
+        with pl.Trainer.setup(
+            KeepsActivations, lambda p: torch.optim.SGD(p, lr=0.0), data=X[:14], global_batch=8, micro_batch=4,
+            shuffle=False, balancing=pl.Balancing(shares="equal"),
+        ) as trainer:  # fmt: skip
+            trainer.every(1, lambda _: found.append(len(trainer.model.activations)))
+
+            def freeze(_: object) -> None:  # changes the exchanged numbers
+                trainer.model.layer.bias.requires_grad_(False)
+
+            trainer.every_epoch(1, freeze)
+            for epoch in trainer.epochs(3):
+                for batch in epoch:
+                    trainer.backward(trainer.model(batch).square().mean())
+                    trainer.step()
+        return found
+
+    assert sizes() == [4, 2] * 3
+    assert pool.run(sizes, 2) == [[4, 4] * 3, [4, 2] * 3]
 
 
 def test_a_tail_of_one_sample_names_the_remedy() -> None:

@@ -232,6 +232,12 @@ class ElChe:
         el_che._ms_per_batch = tuple(from_entries(Smoothed, entries) for entries in values["ms_per_batch"])
         return el_che
 
+    def resumed(self, saved: Mapping[str, Any]) -> ElChe:
+        """What `to_dict` wrote; this one if its settings are others, for which the saved counts mean nothing."""
+        resumed = ElChe.from_dict(saved)
+        names = ("_initial_anchor", "overhead_target", "max_anchor", "max_batch_diff")
+        return resumed if all(getattr(resumed, name) == getattr(self, name) for name in names) else self
+
     def _measured_ms(self) -> list[float]:
         return [smoothed.value for smoothed in self._ms_per_batch if smoothed is not None]
 

@@ -6,7 +6,8 @@ depends on the micro-batches and not on the workers that ran them:
 - statistics of BatchNorm and similar layers change as if the micro-batches had run one after another:
   new = old + sum_k (1 - momentum)**(M-1-k) * (after_k - old), a running average (momentum=None) by its counter;
 - batch counters are summed;
-- any other buffer takes the value of the step's last micro-batch, with one warning.
+- any other buffer takes the value of the step's last micro-batch, with one warning;
+- while its size differs between workers, each keeps its own: a cache that grows, or activations of the last batch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from paceline.comm.base import Communicator
+from paceline.comm.messages import gather
 
+# In the exchanged flag of a buffer, besides 1 for each worker on which it changed: a worker has seen it change its
+# size, so sizes may differ between workers.
+_RESIZED = 4096.0
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -33,24 +38,44 @@ class Buffers:
     """
 
     def __init__(self, model: object, communicator: Communicator) -> None:
+        self._model = model
         self._communicator = communicator
         layers = _normalization_layers(model)
-        self._statistics = statistics_of(model)
+        self._layers = list(layers.values())
         self.names_of_statistics = [f"{name}.{key}".lstrip(".") for name in layers for key in _STATISTICS]
         self._others = [buffer for buffer in _buffers_of(model) if not buffer.is_statistic]
         self.num_unmanaged = len(self._others)
-        self._sizes = [tensor.numel() for tensor in self._statistics]
+        self._note_layers()
         self.numel = sum(self._sizes)
+
+    def _note_layers(self) -> None:
+        """Note the layers' momentum and statistics, which the user may replace between two steps."""
+        self._last_layer_states = self._layer_states()
+        self._statistics = statistics_of(self._model)
+        self._sizes = [tensor.numel() for tensor in self._statistics]
         keeps: list[float] = []  # by statistic: the part of the old value that remains after one batch
         counters: list[int] = []  # by statistic: the index of its counter if it is a running average, else -1
-        for number, layer in enumerate(layers.values()):
+        for number, layer in enumerate(self._layers):
             counter = sum(self._sizes[: 3 * number + 2]) if layer.momentum is None else -1
             keeps += [1.0 - (layer.momentum or 0.0)] * 2 + [1.0]  # counters add up
             counters += [counter, counter, -1]
-        device, sizes = self._statistics[0].device if layers else None, torch.tensor(self._sizes, dtype=torch.int64)
+        sizes = torch.tensor(self._sizes, dtype=torch.int64)
+        device = self._statistics[0].device if self._layers else None
         self._keep = torch.tensor(keeps, dtype=torch.float64).repeat_interleave(sizes).to(device=device)
         self._counter = torch.tensor(counters, dtype=torch.int64).repeat_interleave(sizes).to(device=device)
         self._has_averages = max(counters, default=-1) >= 0
+
+    def _layer_states(self) -> list[tuple[float | None, ...]]:
+        return [(layer.momentum, *map(id, layer._buffers.values())) for layer in self._layers]
+
+    def renewed(self) -> Buffers:
+        """For the present modules of the model."""
+        renewed = Buffers(self._model, self._communicator)
+        known = {other.name: other for other in self._others}
+        for other in renewed._others:
+            if (before := known.get(other.name)) is not None:
+                other.was_resized, other.has_warned = before.was_resized, before.has_warned
+        return renewed
 
     def accumulate_in(self, space: torch.Tensor, *, exact: bool) -> None:
         self._space = space
@@ -64,6 +89,8 @@ class Buffers:
     def begin_step(self, num_micro_batches: int) -> None:
         self._num_micro_batches = num_micro_batches
         if self.numel:
+            if self._layer_states() != self._last_layer_states:
+                self._note_layers()
             self._space.zero_()
             self._before = self._read()
         for other in self._others:
@@ -91,16 +118,27 @@ class Buffers:
         """The largest magnitude of each statistic; NaN if there is a NaN."""
         return torch.stack([part.abs().amax() for part in change.split(self._sizes)])
 
-    def changed_unmanaged(self) -> Sequence[bool]:
-        return [other.is_changed for other in self._others]
+    def changed_unmanaged(self) -> Sequence[float]:
+        """By buffer without a rule: this worker's part of its exchanged flag."""
+        return [other.is_changed + _RESIZED * other.was_resized for other in self._others]
+
+    @staticmethod
+    def have_changed(flags: Sequence[float]) -> bool:
+        """Whether forward changed a buffer without a rule, other than its size."""
+        return any(flag % _RESIZED for flag in flags)
 
     def finish(self, changed: Sequence[float], owner_of_last: int) -> None:
         """After the exchange: write the combined values. owner_of_last: the rank that ran the last micro-batch."""
         if self.numel:
             self._write(self._before + self._space)
-        for other, is_changed in zip(self._others, changed, strict=True):
-            if is_changed:
+        for other, flag in zip(self._others, changed, strict=True):
+            other.was_resized |= flag >= _RESIZED
+            if flag % _RESIZED and not (other.was_resized and self._have_other_sizes(other)):
                 other.take(self._communicator, owner_of_last)
+
+    def _have_other_sizes(self, other: _Buffer) -> bool:
+        """Whether the workers' sizes of a buffer differ. Called by all together."""
+        return len(set(gather(other.size, self._communicator))) > 1
 
     def restore(self) -> None:
         """Restore the buffers that the step began with."""
@@ -189,7 +227,7 @@ class _Buffer:
     def __init__(self, name: str, module: nn.Module, key: str, *, is_statistic: bool) -> None:
         self.name = name
         self.is_statistic = is_statistic
-        self.is_changed = self._has_warned = False
+        self.is_changed = self.was_resized = self.has_warned = False
         self._buffers = cast("dict[str, torch.Tensor]", module._buffers)
         self._key = key
         self._last: torch.Tensor | None = None
@@ -203,6 +241,10 @@ class _Buffer:
         """Whether it was written or replaced. Running statistics may always be: their kernels count no version."""
         current = self._buffers[self._key]
         return current is not self._tensor or current._version != self._version or self.is_statistic
+
+    @property
+    def size(self) -> str:
+        return f"{tuple(self._noted.shape)} {self._noted.dtype}"
 
     def is_incompatible(self) -> bool:
         """Whether its shape or dtype differs from the noted value, as of a cache that grows with its input."""
@@ -227,10 +269,11 @@ class _Buffer:
         if not self.has_changed():
             return
         if self.is_incompatible():
+            self.was_resized = True
             self.note()  # each worker keeps its own
             return
-        if not self._has_warned:
-            self._has_warned = True
+        if not self.has_warned:
+            self.has_warned = True
             warnings.warn(
                 f"buffer {self.name!r} changes during forward and is not a statistic that Paceline can combine: "
                 "after each step it has the value of the step's last micro-batch",

@@ -152,11 +152,11 @@ class StepNumbersWriter:
             self._numbers[self._first_largest + number] = magnitude
 
     def write(
-        self, message: WorkerMessage, used: Sequence[float], changed: Sequence[bool], *, num_unreported: int = 0
+        self, message: WorkerMessage, used: Sequence[float], changed: Sequence[float], *, num_unreported: int = 0
     ) -> None:
         """Write the numbers that the host knows.
 
-        used: 1 for parameters with a gradient. changed: whether forward changed a buffer, for buffers without a rule.
+        used: 1 for parameters with a gradient. changed: flags of the buffers without a rule, see `Buffers`.
         num_unreported: micro-batches without a known loss.
         """
         parts = self._layout.parts
@@ -186,8 +186,11 @@ class StepNumbersWriter:
         return self._space[self._layout.parts["peaks"]].view(self._layout.num_workers, -1).amax(0)
 
     def total_weight(self) -> torch.Tensor:
-        """The weight of all workers' micro-batches, on the device, after the exchange."""
-        return self._space[self._layout.parts["weights"]].sum()
+        """The weight of all workers' micro-batches, on the device, after the exchange; 1 if none has weight.
+
+        Then all sums are 0: divided by 0 they would leave NaN between the parameters, for the next step to read.
+        """
+        return self._space[self._layout.parts["weights"]].sum().clamp(min=1.0)
 
 
 class StepNumbers:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 import torch
 
 from paceline.plan.shares import Plan
-from paceline.sync.buffers import Buffers
 from paceline.sync.numbers import NO_MESSAGE, Numbers, WorkerMessage
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class GradientExchange(Protocol):
     def hooks_per_parameter(self) -> int:
         """The number of hooks that the exchange has on each parameter."""
 
-    def set_parameters(self, parameters: Mapping[str, torch.Tensor], buffers: Buffers) -> None:
+    def set_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Train these parameters from now on. Called between two steps, on all workers."""
 
     def send(self, message: WorkerMessage = NO_MESSAGE) -> None:

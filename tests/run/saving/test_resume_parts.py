@@ -253,9 +253,9 @@ def test_planners_go_on_with_what_they_learned() -> None:
 def test_a_loss_scale_goes_on_where_it_was() -> None:
     old, new = LossScale(growth_interval=3), LossScale(growth_interval=3)
     for is_finite in (False, True, True):
-        old.update(is_finite=is_finite)
+        old.update(is_loss_finite=True, is_gradient_finite=is_finite)
     new.load_state_dict(old.state_dict())
-    new.update(is_finite=True)
+    new.update(is_loss_finite=True, is_gradient_finite=True)
     assert new.value == 65536.0  # halved, and doubled by the third finite step
 
 

@@ -196,6 +196,30 @@ def test_one_term_sums_and_token_weights_have_the_same_bits(pool: WorkerPool) ->
         assert pool.run(lambda shard=shard: both(shard=shard), 2) == [reference] * 2
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_an_empty_parameter_may_be_alone_in_its_bucket(exact: bool, pool: WorkerPool) -> None:
+    class WithEmpty(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 1)
+            self.empty = nn.Parameter(torch.empty(0, dtype=torch.bfloat16))  # a bucket has one dtype
+
+    def weights(**settings: Any) -> torch.Tensor:
+        with pl.Trainer.setup(
+            WithEmpty, lambda p: torch.optim.AdamW(p), data=torch.ones(8, 6), global_batch=8, micro_batch=2,
+            exact=exact, **settings,
+        ) as trainer:  # fmt: skip
+            for epoch in trainer.epochs(2):
+                for batch in epoch:
+                    trainer.backward(trainer.model(batch).square().mean() + trainer.model.empty.sum())
+                    trainer.step()
+            return trainer.model.weight.detach().clone()
+
+    expected = weights()
+    for shard in ("optimizer", "gradients"):
+        for found in pool.run(lambda shard=shard: weights(shard=shard), 2):
+            torch.testing.assert_close(found, expected, rtol=0 if exact else 1e-6, atol=0 if exact else 1e-6)
+
+
 def test_saved_and_resumed_on_other_numbers_of_workers_divided_and_whole(pool: WorkerPool, tmp_path: Path) -> None:
     for name in ("AdamW", "Muon", "Adagrad"):
         make, folder = OPTIMIZERS[name], str(tmp_path / name)

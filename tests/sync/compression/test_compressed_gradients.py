@@ -47,6 +47,19 @@ def test_replicas_agree_repeat_and_are_close(compress: Any, tolerance: float, po
             torch.testing.assert_close(first[name], value, rtol=tolerance, atol=tolerance)
 
 
+def test_sums_over_a_million_tokens_fit_into_fp16(pool: WorkerPool) -> None:
+    """The total weight is not known before the exchange: what is exchanged are sums, 65536 times the mean and more."""
+
+    def outcomes() -> list[dict[str, torch.Tensor]]:
+        by_tokens = {"weight_fn": lambda batch: 1_000_000 + int(batch.y[0])}
+        return [run(strategy, **by_tokens) for strategy in ("gradients", pl.Gradients(compress="fp16"))]
+
+    by_rank = pool.run(outcomes, 2)
+    assert digest(by_rank[0][1]) == digest(by_rank[1][1])
+    for name, value in by_rank[0][0].items():
+        torch.testing.assert_close(by_rank[0][1][name], value, rtol=1e-3, atol=1e-3)
+
+
 def test_buffers_are_not_compressed(pool: WorkerPool) -> None:
     def counts() -> int:
         weights = run(pl.Gradients(compress="int4"), SmallResNet, images(32), epochs=1)

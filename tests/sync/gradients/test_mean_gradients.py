@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -248,6 +249,41 @@ def half_precision_run() -> tuple[list[tuple[int, bool]], bool]:
     return records, moved_after_skip
 
 
+def fp16_run(loss_of: Callable[[torch.Tensor, int], torch.Tensor], num_steps: int) -> tuple[list[bool], float]:
+    """Whether each step was skipped, and the loss scale at the end."""
+    skipped: list[bool] = []
+    with pl.Trainer.setup(
+        lambda: nn.Linear(6, 6), lambda p: torch.optim.SGD(p, lr=1e-9), data=X[:2], global_batch=2, precision="fp16"
+    ) as trainer:
+        trainer.every(1, lambda record: skipped.append(record.is_skipped))
+        for epoch in trainer.epochs(num_steps):
+            for batch in epoch:
+                with trainer.autocast():
+                    output = trainer.model(batch)
+                trainer.backward(loss_of(output.float(), trainer.position.step))
+                trainer.step()
+        assert trainer.run.loop.loss_scale is not None
+        return skipped, trainer.run.loop.loss_scale.value
+
+
+def test_fp16_scales_large_losses_down() -> None:
+    """Their gradients overflow at scale 1 too, and as they are in float32 do not."""
+    skipped, _ = fp16_run(lambda output, _: output.square().mean() * 1e7, 40)
+    assert skipped[0]
+    assert not any(skipped[30:])
+
+
+def test_fp16_skips_a_loss_that_is_not_finite_and_keeps_the_scale() -> None:
+    skipped, scale = fp16_run(lambda output, step: output.mean() * (math.nan if step < 60 else 1.0), 61)
+    assert skipped == [True] * 60 + [False]
+    assert scale == 65536.0
+
+
+def test_fp16_does_not_skip_all_steps_of_a_run() -> None:
+    with pytest.raises(pl.errors.NonFiniteError, match=r"^100 steps in a row were skipped, up to step 102, .*bf16"):
+        fp16_run(lambda output, step: output.mean() * (1.0 if step < 2 else math.nan), 200)
+
+
 @contextmanager
 def two_replicas(build: Callable[[], nn.Module], **settings: Any) -> Iterator[list[tuple[nn.Module, MeanGradients]]]:
     replicas = []
@@ -305,6 +341,28 @@ def test_a_gradient_after_its_exchange_began_is_an_error_not_a_wrong_sum() -> No
 
         with pytest.raises(pl.errors.GradientError, match=r"'1\.bias' got a gradient after.*overlap=False"):
             one_step(replicas, twice)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_an_empty_parameter_may_be_alone_in_its_bucket(exact: bool) -> None:
+    """As the empty one by which a module finds its device, if the parameters after it fill the other buckets."""
+
+    class WithDummy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dummy = nn.Parameter(torch.empty(0))
+            self.weight = nn.Parameter(torch.ones(6, 6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight
+
+    with two_replicas(WithDummy, bucket_bytes=1, exact=exact, overlap=False) as replicas:
+        (model, first), (_, second) = replicas
+        for exchange in (first, second):
+            exchange._is_calibrated = True  # calibration would wait for the other replica, in this thread
+        one_step(replicas, lambda model, rank: loss_of(model, X[rank : rank + 1]).backward())
+        assert model.dummy.grad is None
+        assert model.weight.grad is not None
 
 
 def test_without_overlap_a_changed_pattern_is_no_error() -> None:

@@ -64,10 +64,10 @@ def refuse_closures(optimizers: Sequence[torch.optim.Optimizer]) -> None:
             )
 
 
-def schedulers_of(scheduler: Any, optimizers: list[torch.optim.Optimizer], seen: Any) -> Any:
+def schedulers_of(scheduler: Any, optimizers: list[torch.optim.Optimizer], seen: Any) -> list[Any]:
     """The schedulers of `scheduler=`: a function is called with `seen`, the optimizer or the list of optimizers."""
     if not callable(scheduler):
-        given = list(scheduler) if isinstance(scheduler, Sequence) else [scheduler]
+        given = as_list(scheduler)
         for each in given:
             _check_scheduler(each, "scheduler is")
             if not any(getattr(each, "optimizer", None) is optimizer for optimizer in optimizers):
@@ -76,9 +76,9 @@ def schedulers_of(scheduler: Any, optimizers: list[torch.optim.Optimizer], seen:
                     f"such as lambda optimizer: {type(each).__name__}(optimizer, ...), or the optimizer that it was "
                     "made with"
                 )
-        return scheduler
-    made = scheduler(seen)
-    for each in made if isinstance(made, Sequence) else [made]:
+        return given
+    made = as_list(scheduler(seen))
+    for each in made:
         _check_scheduler(each, "scheduler made")
     return made
 

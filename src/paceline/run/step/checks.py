@@ -26,6 +26,8 @@ from paceline.sync.numbers import LocalNumbers, Numbers
 REPLICA_CHECK_STEPS = 100
 # The largest fraction of the time to spend on comparisons.
 MAX_COST = 1e-3
+# With fp16: more than a loss scale needs to fall from 2**16 to its least value.
+MAX_SKIPPED = 100
 # Relative difference of norms that is allowed on different kinds of devices, which round differently.
 TOLERANCE = 1e-3
 # Estimated cost of a comparison, per parameter and per byte.
@@ -133,9 +135,17 @@ class UpdateCheck:
         """False if fp16 overflowed; without fp16 a non-finite number is an error. norm: of the gradient."""
         if self._loss_scale is not None:
             assert norm is not None
-            is_finite = math.isfinite(norm.item()) and all(map(math.isfinite, numbers.losses))
-            self._loss_scale.update(is_finite=is_finite)
-            return is_finite
+            self._loss_scale.update(
+                is_loss_finite=all(map(math.isfinite, numbers.losses)), is_gradient_finite=math.isfinite(norm.item())
+            )
+            if self._loss_scale.num_skipped == MAX_SKIPPED:
+                raise NonFiniteError(
+                    f"{MAX_SKIPPED} steps in a row were skipped, up to step {step}, since a loss or a gradient was not "
+                    "finite: this is no overflow of fp16 that a smaller loss scale avoids. Check the data, lower the "
+                    "learning rate, or choose precision='bf16'",
+                    step=step,
+                )
+            return not self._loss_scale.num_skipped
         self._watch.check(step, plan, numbers)
         if isinstance(norm, torch.Tensor) and norm.is_cpu and not math.isfinite(norm.item()):
             raise NonFiniteError(

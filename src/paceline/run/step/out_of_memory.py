@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from paceline.core.world import World
+from paceline.plan.epoch import divisors
 from paceline.run.config import RunConfig
 from paceline.run.step.replica import Replica
 
@@ -32,7 +33,7 @@ def _remedies(config: RunConfig, micro_batch: int, at_once: int) -> list[str]:
             f"physical_batch={at_once // 2 // micro_batch * micro_batch or micro_batch} needs less at a time"
         )
     elif micro_batch > 1:
-        smaller = _largest_divisor(config.global_batch or micro_batch, micro_batch // 2)
+        smaller = max(d for d in divisors(config.global_batch or micro_batch) if d <= micro_batch // 2)
         step = ""
         if config.global_batch is not None:
             step = f"; a step stays {config.global_batch} samples, in {config.global_batch // smaller} micro-batches"
@@ -41,10 +42,6 @@ def _remedies(config: RunConfig, micro_batch: int, at_once: int) -> list[str]:
     if config.precision == "fp32":
         remedies.append("precision='bf16' with trainer.autocast() halves the activations kept for backward")
     return remedies
-
-
-def _largest_divisor(number: int, at_most: int) -> int:
-    return next(d for d in range(at_most, 0, -1) if number % d == 0)
 
 
 def _bytes_of(replica: Replica) -> int:

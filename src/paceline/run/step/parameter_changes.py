@@ -16,7 +16,6 @@ from paceline.run.step.build import share_weights
 from paceline.run.step.ema import WeightAverage
 from paceline.run.step.hooks import Hooks
 from paceline.run.step.replica import Replica
-from paceline.sync.buffers import Buffers
 from paceline.sync.strategy import GradientExchange
 
 
@@ -44,10 +43,10 @@ class ParameterChanges:
     def use(self, added: Sequence[torch.Tensor] = ()) -> None:
         """Train the replica's current parameters. All workers get rank 0's values of those in `added`."""
         self.added = None
-        replica, communicator = self.replica, self.communicator
+        replica = self.replica
         if added:
-            share_weights(replica.model, replica.parameters, communicator)
-        self.exchange.set_parameters(replica.parameters, Buffers(replica.model, communicator))
+            share_weights(replica.model, replica.parameters, self.communicator)
+        self.exchange.set_parameters(replica.parameters)
         if self.average is not None:
             self.average.add(replica.parameters)
         for hook in self.hooks.of_parameters:

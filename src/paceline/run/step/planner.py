@@ -160,7 +160,7 @@ class CadencePlanner(Planner):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if "el_che" in state:
-            self._el_che = ElChe.from_dict(state["el_che"])
+            self._el_che = self._el_che.resumed(state["el_che"])
 
     def regroup(self, known: Mapping[str, Any], previous_ranks: Sequence[int | None]) -> None:
         self._el_che = ElChe.from_dict(known["el_che"]).regrouped(previous_ranks)

@@ -80,9 +80,7 @@ class Replica:
         self._num_parameters = _count_parameters(self.optimizers)
         self._is_stepping = False
         seen = only_or_all(self.optimizers)
-        self.schedulers: list[Any] = (
-            [] if scheduler is None else as_list(schedulers_of(scheduler, self.optimizers, seen))
-        )
+        self.schedulers: list[Any] = [] if scheduler is None else schedulers_of(scheduler, self.optimizers, seen)
         self.note_schedulers()
         # Whether an update may draw random numbers. Torch's own optimizers draw none.
         is_torchs = [type(each).__module__.startswith("torch.optim.") for each in self.optimizers]

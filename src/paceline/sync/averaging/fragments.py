@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from paceline.core.errors import MisuseError
 from paceline.sync.compression.exchange import WeightedSum
 
 
@@ -13,14 +14,15 @@ class Fragment:
     """Some of a replica's values, and the common values of all replicas after their last average.
 
     An average: `measure`, `send`, `receive`, `apply`. Nothing changes before `apply`. workspace: two rows of memory for
-    an average in flight; fragments that are averaged in turn may share it.
+    an average in flight; fragments that are averaged in turn may share it. Changes are sent in float32, and float64
+    weights are moved in float64.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], workspace: torch.Tensor | None = None) -> None:
         self._tensors = tensors
         self._sizes = [tensor.numel() for tensor in tensors]
         if workspace is None:
-            workspace = _workspace(tensors)
+            workspace = _workspace(self.numel, tensors)
         self._sent, self._change = workspace[:, : self.numel]
         # A parameter, because the outer optimizer updates it.
         self.common = torch.nn.Parameter(self._read().clone())
@@ -30,6 +32,15 @@ class Fragment:
     def numel(self) -> int:
         return sum(self._sizes)
 
+    def use(self, tensors: Sequence[torch.Tensor]) -> None:
+        """The same values in other memory."""
+        if [tensor.numel() for tensor in tensors] != self._sizes:
+            raise MisuseError(
+                "a parameter has another memory layout than at the set-up (such as channels_last), which Averaging "
+                "does not support: change it before the set-up"
+            )
+        self._tensors = tensors
+
     def measure(self) -> float:
         """Find the change since the last average. Returns the square of its length."""
         torch.sub(self._read(), self.common, out=self._change)
@@ -38,13 +49,13 @@ class Fragment:
     def send(self, total: WeightedSum, weight: float, seed: int, message: Sequence[float] = ()) -> None:
         """Start the exchange of the measured change."""
         if total.keeps_residual and self.residual is None:
-            self.residual = torch.zeros_like(self.common)
-        total.start(self._change, weight, seed, self.residual, message)
+            self.residual = torch.zeros_like(self.common, dtype=torch.float32)
+        total.start(self._change.to(torch.float32), weight, seed, self.residual, message)
 
     def receive(self, total: WeightedSum, weights: Sequence[float]) -> float:
         """Wait for the mean change. Returns the square of its length."""
         # Of the opposite sign: a gradient for the outer optimizer. A sum of 0: no worker saw a sample.
-        self._gradient = total.finish(weights, -1 / max(sum(weights), 1e-30))
+        self._gradient = total.finish(weights, -1 / max(sum(weights), 1e-30)).to(self.common.dtype)
         return _square_length(self._gradient)
 
     def apply(self, outer: torch.optim.Optimizer | None, *, has_moved_on: bool) -> None:
@@ -74,12 +85,15 @@ class Fragment:
         return _square_length(self.common)
 
     def _read(self) -> torch.Tensor:
-        return torch.cat([tensor.reshape(-1).to(torch.float32) for tensor in self._tensors], out=self._sent)
+        dtype = self._sent.dtype
+        return torch.cat([tensor.reshape(-1).to(dtype) for tensor in self._tensors], out=self._sent)
 
 
-def _workspace(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """For a fragment of these tensors. It is reused, because page faults take longer than an average."""
-    return torch.empty(2, sum(tensor.numel() for tensor in tensors), device=tensors[0].device)
+def _workspace(numel: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """For fragments of these tensors. It is reused, because page faults take longer than an average."""
+    is_double = any(tensor.dtype == torch.float64 for tensor in tensors)
+    dtype = torch.float64 if is_double else torch.float32
+    return torch.empty(2, numel, dtype=dtype, device=tensors[0].device)
 
 
 def _square_length(values: torch.Tensor) -> float:
@@ -87,9 +101,17 @@ def _square_length(values: torch.Tensor) -> float:
 
 
 def cut(tensors: Sequence[torch.Tensor], count: int) -> list[Fragment]:
-    """Fragments of equal size, fewer than `count` if there are fewer values.
+    """Fragments of these parts, see `parts_of`."""
+    parts = parts_of(tensors, count)
+    largest = max((sum(map(torch.numel, part)) for part in parts), default=0)
+    workspace = _workspace(largest, tensors) if parts else None
+    return [Fragment(part, workspace) for part in parts]
 
-    Tensors are cut where a fragment ends, unless they are not contiguous (channels_last).
+
+def parts_of(tensors: Sequence[torch.Tensor], count: int) -> list[list[torch.Tensor]]:
+    """Parts of equal size, fewer than `count` if there are fewer values.
+
+    Tensors are cut where a part ends, unless they are not contiguous (channels_last).
     """
     total = sum(tensor.numel() for tensor in tensors)
     ends = [total * (number + 1) // count for number in range(count)]
@@ -104,6 +126,4 @@ def cut(tensors: Sequence[torch.Tensor], count: int) -> list[Fragment]:
             own, rest = (rest, rest[:0]) if room >= rest.numel() else (rest[:room], rest[room:])
             parts[number].append(own)
             position += own.numel()
-    parts = [part for part in parts if part]
-    workspace = max(map(_workspace, parts), key=torch.numel, default=None)
-    return [Fragment(part, workspace) for part in parts]
+    return [part for part in parts if part]

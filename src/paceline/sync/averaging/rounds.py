@@ -12,7 +12,7 @@ import torch
 
 from paceline.comm.base import Communicator
 from paceline.core.seeding import Purpose, derive_seed
-from paceline.sync.averaging.fragments import Fragment, cut
+from paceline.sync.averaging.fragments import Fragment, cut, parts_of
 from paceline.sync.compression.exchange import WeightedSum, weighted_sum
 from paceline.sync.compression.settings import Compression
 
@@ -80,6 +80,8 @@ class ReplicaAverage:
         self._seed = seed
         self._compress: Compression = compress
         self._statistics = [Fragment(statistics)] if statistics else []
+        self._parameters, self._num_parts = parameters, num_fragments
+        self._addresses = [p.data_ptr() for p in parameters]
         self._trained = cut([p.detach() for p in parameters], num_fragments)
         self._steps = [FragmentSteps() for _ in self._trained]
         self._outer = None if outer is None else outer([fragment.common for fragment in self._trained])
@@ -127,9 +129,19 @@ class ReplicaAverage:
         for steps in self._steps:
             steps.add(step)
 
+    def _follow_memory(self) -> None:
+        """Parameters may have other memory since the last average: parameter.data = ..., or vector_to_parameters."""
+        addresses = [p.data_ptr() for p in self._parameters]
+        if addresses != self._addresses:
+            self._addresses = addresses
+            parts = parts_of([p.detach() for p in self._parameters], self._num_parts)
+            for fragment, part in zip(self._trained, parts, strict=True):
+                fragment.use(part)
+
     @torch.no_grad()
     def start(self, own: WorkerRound) -> None:
         begun_s = self._now_s()
+        self._follow_memory()
         self._own = own
         own.round_s, own.sync_s = begun_s - self._round_begun_s - self._sync_s, self._sync_s
         self._round_begun_s = begun_s
@@ -156,6 +168,7 @@ class ReplicaAverage:
         Returns what the workers report, by rank, and after the last fragment the drift.
         """
         begun_s = self._now_s()
+        self._follow_memory()
         pairs = list(zip(self._fragments(), self._sums, strict=False))
         table, *_ = [total.messages() for _, total in pairs]
         # All data has arrived. From here on nothing can fail.
@@ -202,10 +215,13 @@ class ReplicaAverage:
         sizes = [fragment.numel for fragment in fragments]
         for fragment, values in zip(fragments, torch.split(state["common"], sizes), strict=True):
             fragment.common.copy_(values)
+        self.load_residuals(None)
+        self.num_completed = state["num_averages"]
+        if len(state["steps"]) != len(self._trained):
+            return  # cut into another number of fragments now; the replicas were equal
         if self._outer is not None and state["outer"] is not None:
             self._outer.load_state_dict(state["outer"])
-        self.load_residuals(None)
-        self.num_completed, self._next = state["num_averages"], state["next_fragment"]
+        self._next = state["next_fragment"]
         self._steps = [FragmentSteps(*steps) for steps in state["steps"]]
         self._square_distance, self._square_length = state["squares"]
 
@@ -213,8 +229,12 @@ class ReplicaAverage:
         """The part of this worker's changes not sent yet; None if its encoding leaves nothing."""
         if all(fragment.residual is None for fragment in self._trained):
             return None
-        residuals = [(fragment.residual, fragment.common) for fragment in self._trained]
-        return torch.cat([torch.zeros_like(common) if own is None else own for own, common in residuals]).detach()
+        return torch.cat(
+            [
+                torch.zeros(each.numel, device=self._device) if each.residual is None else each.residual
+                for each in self._trained
+            ]
+        )
 
     @torch.no_grad()
     def load_residuals(self, saved: torch.Tensor | None) -> None:

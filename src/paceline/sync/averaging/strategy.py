@@ -19,14 +19,13 @@ from paceline.core.deferred import DeferredReader
 from paceline.core.errors import CommunicationError, GenerationEnded, MisuseError
 from paceline.core.events import Events
 from paceline.core.timing import NOT_MEASURED, Timing
-from paceline.plan.cadence import Cadence, ElChe
+from paceline.plan.cadence import Cadence
 from paceline.plan.shares import Plan
 from paceline.plan.slow_link import EXCHANGE
 from paceline.sync.averaging.guard import DivergenceGuard
 from paceline.sync.averaging.measuring import LinkMeasurement
 from paceline.sync.averaging.rounds import ReplicaAverage, WorkerRound
 from paceline.sync.averaging.settings import Averaging as Averaging
-from paceline.sync.buffers import Buffers
 from paceline.sync.compression.residuals import Residuals
 from paceline.sync.compression.settings import Compression
 from paceline.sync.numbers import NO_MESSAGE, LocalNumbers, OneLoss, RoundMean, WorkerMessage, check_not_abandoned
@@ -119,7 +118,7 @@ class AveragedReplicas:
     def hooks_per_parameter(self) -> int:
         return self._local.hooks_per_parameter
 
-    def set_parameters(self, parameters: Mapping[str, torch.Tensor], buffers: Buffers) -> None:
+    def set_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Called when the workers have changed."""
         self.check_parameters(parameters)
         self._world = self._communicator.world
@@ -237,7 +236,7 @@ class AveragedReplicas:
             return  # saved by a world of one, which averages nothing
         self._measurement.restart()
         self._measurement.is_done = saved["is_link_measured"]
-        self._interval = ElChe.from_dict(saved["interval"])
+        self._interval = self._interval.resumed(saved["interval"])
         self._guard.drifts.clear()
         self._guard.drifts.extend(saved["drifts"])
         self._average.load_state_dict(saved)

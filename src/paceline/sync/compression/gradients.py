@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from paceline.comm.base import DONE, Pending
 from paceline.core.seeding import Purpose, derive_seed
+from paceline.plan.shares import Plan
 from paceline.sync.buffers import Buffers
 from paceline.sync.compression.exchange import WeightedSum, weighted_sum
 from paceline.sync.compression.settings import Compression
@@ -28,6 +30,9 @@ class CompressedGradients(MeanGradients):
         self._compress: Compression = compress
         self._seed = seed
         self._num_exchanged = 0
+        # A power of two near the weight of a step, by which sums are divided on the way if that weight is not known
+        # before: in fp16 they would overflow. From the first step with weight.
+        self._unit: float | None = None
         # What this worker has not sent yet, by the parameters of a bucket; empty if the encoding leaves nothing.
         self._residuals: dict[tuple[str, ...], torch.Tensor] = {}
         super().__init__(*arguments, **settings)
@@ -52,7 +57,25 @@ class CompressedGradients(MeanGradients):
     def _bucket_names(self) -> list[tuple[str, ...]]:
         return [tuple(sums.layout.names) for sums in self._sums]
 
+    def begin_step(self, plan: Plan, **weights: Any) -> None:
+        super().begin_step(plan, **weights)
+        self._own_weight = 0
+        self._has_unit = self._must_divide and self._compress == "fp16"
+        self._unit_of_step = self._unit if self._has_unit else 1.0
+
+    def begin_micro_batch(self, number: int, weight: int, *, is_last: bool) -> None:
+        self._own_weight += weight
+        super().begin_micro_batch(number, weight, is_last=is_last)
+
+    def _find_unit(self) -> float:
+        """All workers take part, when each has begun its last micro-batch."""
+        weight = torch.tensor([self._own_weight], dtype=torch.float64, device=self._communicator.world.device)
+        self._communicator.all_reduce(weight).wait()
+        return math.ldexp(1.0, math.frexp(weight.item())[1])
+
     def _start(self, sums: Sums) -> Pending:
+        if self._unit_of_step is None:
+            self._unit_of_step = self._find_unit()
         number, numel, names = len(self._pending), sums.layout.numel, tuple(sums.layout.names)
         gradients, others, total = sums.flat[:numel], sums.flat[numel:], self._totals[number]
         if self._gaps[number]:
@@ -63,14 +86,16 @@ class CompressedGradients(MeanGradients):
             self._next_residuals[names] = residual = self._residuals[names].clone()
         rank = self._communicator.world.rank
         seed = derive_seed(self._seed, Purpose.COMPRESSION, self._num_exchanged, rank, number)
-        total.start(gradients.to(torch.float32), 1.0, seed, residual)
+        total.start(gradients.to(torch.float32), 1.0 / self._unit_of_step, seed, residual)
         pending = self._communicator.all_reduce(others) if len(others) else DONE
-        return _PendingSum(total, gradients, pending, self._communicator.world.size)
+        return _PendingSum(total, gradients, pending, self._communicator.world.size, self._unit_of_step)
 
     def finish(self, accept: Accept = lambda _: True, update_unless: UpdateUnless | None = None) -> StepNumbers | None:
         numbers = super().finish(accept, update_unless)
         if numbers is not None:
             self._num_exchanged += 1
+            if self._has_unit and self._unit is None and numbers.total_weight:
+                self._unit = self._unit_of_step
             if self._residuals:
                 # A step that is not finite is skipped: fp16 overflowed.
                 is_finite = torch.stack([sums.flat.sum().isfinite() for sums in self._sums]).all()
@@ -79,12 +104,13 @@ class CompressedGradients(MeanGradients):
         return numbers
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "num_exchanged": self._num_exchanged}
+        return {**super().state_dict(), "num_exchanged": self._num_exchanged, "unit": self._unit}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Residuals begin with zeros."""
         super().load_state_dict(state)
         self._num_exchanged = state.get("num_exchanged", 0)
+        self._unit = state.get("unit")
         self._set_residuals({})
 
     def residuals(self) -> list[torch.Tensor] | None:
@@ -107,7 +133,8 @@ class _PendingSum:
     gradients: torch.Tensor
     others: Pending
     num_workers: int
+    unit: float
 
     def wait(self) -> None:
         self.others.wait()
-        self.gradients.copy_(self.total.finish([1.0] * self.num_workers))
+        self.gradients.copy_(self.total.finish([1.0 / self.unit] * self.num_workers, self.unit))

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from paceline.plan.shares import Plan
-from paceline.sync.buffers import Buffers
 from paceline.sync.gradients.watch import GradientWatch
 from paceline.sync.numbers import NO_MESSAGE, Arriving, OneLoss, WorkerMessage
 from paceline.sync.strategy import Accept, UpdateUnless
@@ -23,7 +22,7 @@ class DirectGradients:
         self._replayed: Arriving | None = None
         self._take(parameters)
 
-    def set_parameters(self, parameters: Mapping[str, torch.Tensor], buffers: Buffers) -> None:
+    def set_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self.close()
         self._take(parameters)
 

@@ -74,10 +74,10 @@ class MeanGradients:
         self._memory: list[torch.Tensor] = []  # on CPUs: all that was allocated in this world
         self._lay_out(parameters, buffers)
 
-    def set_parameters(self, parameters: Mapping[str, torch.Tensor], buffers: Buffers) -> None:
+    def set_parameters(self, parameters: Mapping[str, torch.Tensor]) -> None:
         self._grid_state.update(self._grids.state())
         self.close()
-        self._lay_out(parameters, buffers)
+        self._lay_out(parameters, self._buffers.renewed())
 
     def _lay_out(self, parameters: Mapping[str, torch.Tensor], buffers: Buffers) -> None:
         world = self._communicator.world

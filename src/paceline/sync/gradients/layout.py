@@ -1,7 +1,8 @@
 """The layout of gradients in flat buffers.
 
 A bucket is one contiguous buffer for the gradients of some parameters, which are exchanged together. Each parameter
-starts at a block border, so that a block belongs to one parameter: exact sums use one constant per block.
+starts at a block border, so that a block belongs to one parameter: exact sums use one constant per block. An empty
+parameter has a block too.
 """
 
 from __future__ import annotations
@@ -28,16 +29,14 @@ class BucketLayout:
         self.parameters = list(parameters.values())
         self.dtype = self.parameters[0].dtype
         self.device = self.parameters[0].device
-        sizes = [-(-parameter.numel() // BLOCK_NUMEL) for parameter in self.parameters]
+        sizes = [max(-(-parameter.numel() // BLOCK_NUMEL), 1) for parameter in self.parameters]
         ends = np.cumsum(sizes)
         self.num_blocks = int(ends[-1])
         self.numel = self.num_blocks * BLOCK_NUMEL
         self.offsets: list[int] = ((ends - sizes) * BLOCK_NUMEL).tolist()
         # By block: the index of its parameter within the bucket.
         self.owner_of_block = np.repeat(np.arange(len(sizes)), sizes)
-        self._has_blocks = np.array(sizes) > 0
-        # Of the parameters that have elements.
-        self.first_blocks = (ends - sizes)[self._has_blocks].astype(np.intp)
+        self.first_blocks = (ends - sizes).astype(np.intp)
 
     def __len__(self) -> int:
         return len(self.parameters)
@@ -58,15 +57,11 @@ class BucketLayout:
     def peaks(self, peak_of_part: np.ndarray, first_parts: np.ndarray | None = None) -> np.ndarray:
         """Each parameter's maximum over its parts, which are the last dimension; NaN if there is a NaN.
 
-        first_parts: the index of the first part of each non-empty parameter. Default: the parts are the blocks.
+        first_parts: the index of the first part of each parameter. Default: the parts are the blocks.
         """
         firsts = self.first_blocks if first_parts is None else first_parts
-        peaks = np.maximum.reduceat(peak_of_part, firsts, axis=-1, dtype=np.float64)
-        if len(firsts) == len(self):
-            return peaks
-        with_empty = np.zeros((*peaks.shape[:-1], len(self)))
-        with_empty[..., self._has_blocks] = peaks
-        return with_empty
+        peaks: np.ndarray = np.maximum.reduceat(peak_of_part, firsts, axis=-1, dtype=np.float64)
+        return peaks
 
 
 def cut_into_buckets(parameters: Mapping[str, torch.Tensor], bucket_bytes: float) -> list[BucketLayout]:

@@ -121,8 +121,6 @@ class ExactSums:
         """
         self._begin(weight, first=first)
         self._collected.collect(gradients)
-        if not self.layout.num_blocks:
-            return
         if self.layout.device.type == "cpu":
             self._add_on_host(weight, first=first)
         else:
@@ -141,8 +139,7 @@ class ExactSums:
     def peaks_of(self, gradients: list[torch.Tensor | None], weight: float) -> torch.Tensor:
         """The peaks of these gradients, without adding them."""
         self._collected.collect(gradients)
-        if self.layout.num_blocks:
-            self._gather_peaks(self._gradient.to(torch.float64).mul_(weight).abs_().amax(1))
+        self._gather_peaks(self._gradient.to(torch.float64).mul_(weight).abs_().amax(1))
         return self._peaks
 
     def take_peaks(self) -> Peaks:

@@ -30,7 +30,7 @@ _dtype = attrgetter("dtype")
 def exact_sums(layout: BucketLayout, flat: torch.Tensor, workspace: Workspace | None = None) -> ExactSums:
     """With the kernel if it can be used; the result is the same."""
     kernels = kernels_on(layout.device)
-    if kernels is None or not layout.num_blocks:
+    if kernels is None:
         return ExactSums(layout, flat, workspace)
     return KernelSums(layout, flat, kernels, workspace)
 
@@ -42,7 +42,7 @@ class GradientTables:
         self._device = layout.device
         self._likes = layout.views(torch.empty(layout.numel, dtype=layout.dtype, device="meta"))
         numels = np.array([p.numel() for p in layout.parameters])
-        num_chunks = -(-numels // CHUNK_NUMEL)
+        num_chunks = np.maximum(-(-numels // CHUNK_NUMEL), 1)  # of an empty parameter one chunk without elements
         self.num_chunks = int(num_chunks.sum())
         first_chunks = (num_chunks.cumsum() - num_chunks).astype(np.int32)
         owner_of_chunk = np.repeat(np.arange(len(layout), dtype=np.int32), num_chunks)

@@ -16,6 +16,7 @@ import torch
 from paceline.comm.base import Pending
 from paceline.core.errors import CommunicationError, GenerationEnded, MisuseError
 from paceline.plan.shares import Plan
+from paceline.sync.buffers import Buffers
 from paceline.sync.gradients.exchange import MeanGradients, Sums
 from paceline.sync.gradients.layout import BucketLayout
 from paceline.sync.gradients.rounding import ExactSums, Workspace
@@ -154,7 +155,7 @@ class ShardedGradients(MeanGradients):
                     self._shards.division.updated(piece).grad = None
 
     def _publish(self, numbers: StepNumbers) -> None:
-        if self._shards.division.copies > 1 and self._has_buffers and any(numbers.changed_buffers):
+        if self._shards.division.copies > 1 and self._has_buffers and Buffers.have_changed(numbers.changed_buffers):
             raise MisuseError(
                 "the model's forward changes a buffer that is not a statistic of BatchNorm. Only one worker has its "
                 "value, so a step could not be completed without that worker: leave redundancy= out"

@@ -94,7 +94,7 @@ class Shards:
         for bucket in self.buckets:
             by_dtype.setdefault(dtype_of(bucket.layout), []).append(bucket)
         for dtype, buckets in by_dtype.items():
-            numels = [max(bucket.layout.numel, 1) for bucket in buckets]
+            numels = [bucket.layout.numel for bucket in buckets]
             holders = [bucket.holders for bucket in buckets]
             ownership = Ownership(numels, holders, dtype, self.communicator.world.device, NUM_SLOTS)
             # An earlier set of parameters leaves some: shared memory is not freed during a run.

@@ -78,7 +78,7 @@ class OneTermSums(PlainSums):
     def __init__(self, layout: BucketLayout, flat: torch.Tensor, *, in_place: bool = False) -> None:
         super().__init__(layout, flat)
         kernels = kernels_on(layout.device) if in_place else None
-        self._in_place = None if kernels is None or not layout.num_blocks else InPlaceTerms(layout, kernels)
+        self._in_place = None if kernels is None else InPlaceTerms(layout, kernels)
         self._taken: list[torch.Tensor | None] | None = None  # the gradients that were left in place
         self._largest: torch.Tensor | None = None
 
