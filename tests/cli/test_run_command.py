@@ -89,7 +89,9 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "--workers", "two", "x.py"], "paceline run: argument --workers: 'two': choose an integer >= 1"),
         (["run"], "paceline run: the following arguments are required: SCRIPT\n"),
         (["walk"], "paceline: argument COMMAND: invalid choice: 'walk'"),
-        ([], "paceline: the following arguments are required: COMMAND"),
+        (["runs", "--live"], "paceline runs: unrecognized arguments: --live"),
+        (["train", "c.yaml", "--lr", "1"], "paceline train: unrecognized arguments: --lr"),
+        (["train", "c.yaml", "--workers", "0"], "paceline train: argument --workers: '0': choose an integer >= 1"),
     ],
 )
 def test_invalid_command_line_prints_one_line_and_exits_with_2(
@@ -102,6 +104,14 @@ def test_invalid_command_line_prints_one_line_and_exits_with_2(
     assert out == ""
     assert err.startswith(message)
     assert err.index("\n") == len(err) - 1
+
+
+@pytest.mark.parametrize(("arguments", "command"), [([], "train"), (["runs"], "status")])
+def test_without_a_command_prints_the_commands_and_returns_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], command: str
+) -> None:
+    assert main(arguments) == 2
+    assert f"\n    {command}  " in capsys.readouterr().err
 
 
 def test_wrong_number_of_workers_exits_with_2(

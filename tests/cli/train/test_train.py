@@ -72,8 +72,12 @@ def test_a_run_from_its_beginning_to_its_resumption(
 
 def test_values_of_the_command_line_may_stand_anywhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = write_project(tmp_path, "anywhere_parts")
-    assert main(["config", "show", str(config), "trainer.seed=3", "--workers", "2", "trainer.epochs=5"]) == 0
-    shown = capsys.readouterr().out
+    shown = ""
+    for words in (["FILE", "SEED", "--workers", "2", "EPOCHS"], ["SEED", "--workers", "2", "EPOCHS", "FILE"]):
+        before, places = shown, {"FILE": str(config), "SEED": "trainer.seed=3", "EPOCHS": "trainer.epochs=5"}
+        assert main(["config", "show", *(places.get(word, word) for word in words)]) == 0
+        shown = capsys.readouterr().out
+        assert before in ("", shown)
     assert "  seed: 3 " in shown
     assert "  epochs: 5 " in shown
     assert "# command line" in shown
