@@ -62,10 +62,14 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "paceline", *map(str, arguments)]
 
 
+def environment() -> dict[str, str]:
+    """Unbuffered workers would write the parts of their lines one by one."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     return subprocess.run(
-        command(*arguments), env=environment, capture_output=True, text=True, timeout=100, check=False
+        command(*arguments), env=environment(), capture_output=True, text=True, timeout=100, check=False
     )
 
 
@@ -167,6 +171,7 @@ def test_ctrl_c_exits_with_130_without_a_message(script: Path) -> None:
     launcher = subprocess.Popen(
         command("run", "--workers", 2, script, "wait"),
         cwd=script.parent,
+        env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
