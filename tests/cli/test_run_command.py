@@ -214,6 +214,14 @@ def test_logs_folder_that_is_a_file_exits_with_2(script: Path, capsys: pytest.Ca
     assert capsys.readouterr().err.endswith(f": logs='{script}' is not a folder: choose a folder, or a new name\n")
 
 
+def test_logs_folder_that_cannot_be_created_exits_with_2(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--logs", "/proc/x/logs", str(script)])
+    assert ended.value.code == 2
+    expected = "paceline run: --logs /proc/x/logs cannot be created: No such file or directory\n"
+    assert capsys.readouterr().err == expected
+
+
 @pytest.mark.parametrize("options", [["--logs", "logs"], ["--nodes", "2", "--address", "a:1"]])
 def test_worker_cannot_launch_workers(
     options: list[str], script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -150,7 +150,7 @@ def _add_run(commands: Any) -> None:
     add = parser.add_argument
     add("--workers", type=integer(1), metavar="N", help="number of workers (default: one per device)")
     what = "append the output of each rank to DIR/rank-R.out and DIR/rank-R.err; rank 0's is also shown here"
-    add("--logs", metavar="DIR", help=what)
+    add("--logs", type=Path, metavar="DIR", help=what)
     what = "restart the workers when one fails, at most N times (default: 0); with --min-workers only the one that died"
     add("--max-restarts", type=integer(0), default=0, metavar="N", help=what)
     what = "continue without workers that die, as long as N are left"
@@ -215,8 +215,12 @@ def _run(options: argparse.Namespace) -> int:
         how = launch.Launch(
             count, options.max_restarts, options.logs, nodes, min_workers=options.min_workers, stall_s=options.stall
         )
+        if options.logs is not None:
+            options.logs.mkdir(parents=True, exist_ok=True)
     except ValueError as error:
         options.parser.error(str(error))
+    except OSError as error:
+        options.parser.error(f"--logs {options.logs} cannot be created: {error.strerror}")
     try:
         launch.run_script(options.script, options.args, how)
     except KeyboardInterrupt:

@@ -67,6 +67,9 @@ def test_a_run_from_its_beginning_to_its_resumption(
     assert "resumed after step 12, from step-00000012" in output.out
     assert "changed for this run: trainer.max_steps 12 -> null" in output.err
     assert weights(files) == weights(run_here(config, tmp_path / "alone"))
+    assert "all 20 steps are done" not in output.out
+    run_here(config, files.root, is_resumed=True)
+    assert "all 20 steps are done: to train longer, raise trainer.epochs or trainer.max_steps" in capfd.readouterr().out
     assert json.loads(files.status.read_text())["num_starts"] == 2
 
 

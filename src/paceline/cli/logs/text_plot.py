@@ -13,7 +13,8 @@ from paceline.observe.formats import printable
 
 HEIGHT = 12
 MIN_WIDTH = 30
-_MAX_LABEL = 28
+_MAX_LABEL = 36
+_LABEL_END = 20  # for what the line is, and its last value: "evaluation 0.04512"
 _ANSI_COLORS = (34, 33, 32, 35, 36, 31)
 # The bit of each dot in a braille character, by row and column.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
@@ -29,7 +30,7 @@ def text_plot(panel: Panel, width: int = 80, *, has_unicode: bool = True, has_co
     low, high = _range([one.y for one in series])
     ticks = {0: formats.loss(high), HEIGHT - 1: formats.loss(low)} if low < high else {HEIGHT // 2: formats.loss(low)}
     gutter = max(map(len, ticks.values()))
-    names = [shortened(printable(f"{one.label} {formats.loss(one.last)}"), _MAX_LABEL) for one in series]
+    names = [_name(one) for one in series]
     columns = width - gutter - 4 - max(map(len, names))
     if columns < MIN_WIDTH // 2:  # too narrow for labels
         names, columns = [], max(width - gutter - 3, 8)
@@ -57,6 +58,12 @@ def text_plot(panel: Panel, width: int = 80, *, has_unicode: bool = True, has_co
             f"{'':>{gutter}}  {begin}{middle}{end_text}"[:width].rstrip(),
         ]
     )
+
+
+def _name(one: Series) -> str:
+    """The label and the last value. A long label is cut in the middle: it begins with the run and ends with the metric."""
+    name = printable(f"{one.label} {formats.loss(one.last)}")
+    return name if len(name) <= _MAX_LABEL else f"{shortened(name, _MAX_LABEL - _LABEL_END)}{name[-_LABEL_END:]}"
 
 
 def _range(parts: Sequence[Numbers]) -> tuple[float, float]:

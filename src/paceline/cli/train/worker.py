@@ -53,6 +53,9 @@ def train(request: RunRequest) -> None:
     with ExitStack() as stack:
         with reporting_project_errors():
             trainer, monitor, evaluate_last = _prepare(request, stack)
+        total = trainer.run.total_steps(settings.trainer.epochs, settings.trainer.max_steps)
+        if request.is_resumed and total is not None and trainer.position.step >= total:
+            monitor.note(f"all {total} steps are done: to train longer, raise trainer.epochs or trainer.max_steps")
         loss_of = loss_function(settings)
         step = trainer.step_with(lambda batch: loss_of(trainer.model, batch))
         for epoch in trainer.epochs(settings.trainer.epochs, max_steps=settings.trainer.max_steps):
