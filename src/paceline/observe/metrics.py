@@ -44,7 +44,7 @@ MAX_POINTS = 16_384
 _BUFFER_POINTS = 4 * MAX_POINTS
 # Further names are left out: no run logs so many.
 MAX_NAMES = 5000
-_WORKER_RATE = "samples_per_s@"
+WORKER_RATE = "samples_per_s@"
 
 Steps = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float64]
@@ -161,16 +161,15 @@ class Curve:
 class Curves:
     """The metrics of a file.
 
-    wanted: the metrics, or groups such as "waiting", whose numbers are kept; None for all. With "samples_per_s" those
-    of each worker are kept, too. is_whole: see `Curve`.
+    wanted: the metrics, or groups such as "waiting", whose numbers are kept; None for all. WORKER_RATE is the group of
+    the workers' samples per second. is_whole: see `Curve`.
     num_lines: lines about steps that count. num_unreadable: skipped lines. last_step: 0 if there is none. shares,
     waiting: one number per worker, from the last line that has them. resumed_from: the steps of all resumes.
     """
 
     def __init__(self, wanted: Iterable[str] | None = None, *, is_whole: bool = False) -> None:
         self._wanted = None if wanted is None else frozenset(wanted)
-        groups = [f"{name}/" for name in self._wanted or ()]
-        self._groups = tuple([*groups, _WORKER_RATE] if "samples_per_s" in (self._wanted or ()) else groups)
+        self._groups = tuple(name if name == WORKER_RATE else f"{name}/" for name in self._wanted or ())
         # Keys of a line that lead to a wanted metric: "a" and "a/b" for "a/b".
         parts = [name.split("/") for name in self._wanted or ()]
         self._keys = {"/".join(each[: i + 1]) for each in parts for i in range(len(each))}
@@ -211,7 +210,7 @@ class Curves:
         for name, column in columns_of(lines).items():
             if self.wants(name) and (name in self.curves or len(self.curves) < MAX_NAMES):
                 self.curves.setdefault(name, Curve(is_whole=self._is_whole)).add(*column)
-                if not name.startswith(_WORKER_RATE):
+                if not name.startswith(WORKER_RATE):
                     self._names[name] = None
 
     def note_names(self, records: Iterable[dict[str, Any]]) -> None:
@@ -241,7 +240,7 @@ class Curves:
         total = sum(shares)
         if len(shares) == 1 or not is_number(rate) or not total > 0:
             return {}
-        return {f"{_WORKER_RATE}{rank}": rate * share / total for rank, share in enumerate(shares)}
+        return {f"{WORKER_RATE}{rank}": rate * share / total for rank, share in enumerate(shares)}
 
 
 class CountedLines:
