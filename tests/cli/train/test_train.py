@@ -101,8 +101,18 @@ def test_a_dry_run_tries_everything_and_leaves_nothing(
     assert lines["step"] == "8 samples in 2 micro-batches of 4; 10 steps per epoch; 20 steps in total"
     assert lines["workers"] == "3 on CPU; initial micro-batches per step: 1:1:0"
     assert lines["loss"].endswith("on the first micro-batch")
+    assert lines["eval/accuracy"].endswith("on the first micro-batch")
     assert "ms per micro-batch; about" in lines["time"]
     assert not list(place.iterdir())
+
+
+def test_a_dry_run_tries_the_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_project(tmp_path / "project", "dry_metrics_parts")
+    for key in ("checkpoints.keep_best.metric", "trainer.early_stopping.metric"):
+        assert main(["train", str(config), "--dry-run", f"{key}=f1"]) == 1
+        assert f"{key}=f1 is not a metric of the evaluation: choose from loss, accuracy" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="in the loss"):
+        main(["train", str(config), "--dry-run", "metrics=dry_metrics_parts:broken"])
 
 
 def described(config: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, str]:
