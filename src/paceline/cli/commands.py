@@ -16,7 +16,6 @@ from typing import Any, TextIO, cast
 
 from paceline.core.errors import PacelineError
 from paceline.observe import formats
-from paceline.observe.formats import size as size
 from paceline.observe.json_lines import to_json
 from paceline.observe.run_files import RUNS_FOLDER, RunFiles, last_sign, read_status
 

@@ -175,7 +175,7 @@ def _disk(trainer: Trainer, project: Project) -> str:
     free = shutil.disk_usage(folder).free
     kept = "all are kept" if saving.keep_last is None else f"{saving.keep_last} are kept"
     warning = "" if size * (saving.keep_last or 1) < free else "  NOT ENOUGH"
-    return f"about {cli.size(size)} per checkpoint with Adam, {kept}; {cli.size(free)} free in {folder}{warning}"
+    return f"about {formats.size(size)} per checkpoint with Adam, {kept}; {formats.size(free)} free in {folder}{warning}"
 
 
 def nearest_existing(path: Path) -> Path:
