@@ -55,12 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str], *, is_command: bool) -> int:
-    arguments = _config_first(arguments)
-    if is_command and arguments[:1] in (["run"], ["train"]):
+    command = "".join((arguments[2:] if arguments[:1] == ["-t"] else arguments)[:1])
+    if is_command and command in ("run", "train"):
         from paceline.run.launching.allocator import restart_with_allocator_settings
 
         restart_with_allocator_settings()
-    parser = make_parser(arguments[0] if arguments else None)
+    parser = make_parser(command)
     options, others = parser.parse_known_args(arguments)
     if hasattr(options, "overrides") and not any(word.startswith("-") for word in others):
         _sort_words(options, others)
@@ -70,32 +70,23 @@ def _main(arguments: list[str], *, is_command: bool) -> int:
         options.parser.print_help(sys.stderr)
         return 2
     if options.project_file is not None:
-        parser.error(f"-t {options.project_file} is for `train` and `config show`: leave it out")
+        parser.error(f"-t {options.project_file} is for `train`, `plan` and `config show`: leave it out")
     # The output of workers is passed on unchanged. Other commands print the content of files.
-    return int(options.run(options)) if arguments[0] in ("run", "train", "rendezvous") else execute(options)
+    return int(options.run(options)) if command in ("run", "train", "rendezvous") else execute(options)
 
 
 def _sort_words(options: argparse.Namespace, others: list[str]) -> None:
-    """CONFIG and KEY=VALUE may be given anywhere. argparse accepts them only in one place, CONFIG first."""
-    words = [*([] if options.config is None else [str(options.config)]), *options.overrides, *others]
+    """CONFIG and KEY=VALUE may be given anywhere, CONFIG also with -t. argparse accepts them only in one place."""
+    words = [str(word) for word in (options.project_file, options.config) if word is not None]
+    words += [*options.overrides, *others]
     config = next((word for word in words if "=" not in word or os.path.lexists(word)), None)
     if config is not None:
         words.remove(config)
     options.config, options.overrides = None if config is None else Path(config), words
+    options.project_file = None
 
 
-def _config_first(arguments: list[str]) -> list[str]:
-    """`-t CONFIG COMMAND` as `COMMAND CONFIG`, which the parser knows."""
-    if len(arguments) < 3 or arguments[0] != "-t":
-        return arguments
-    config, *rest = arguments[1:]
-    for command in (["train"], ["config", "show"]):
-        if rest[: len(command)] == command:
-            return [*command, config, *rest[len(command) :]]
-    return arguments
-
-
-def make_parser(command: str | None = None) -> argparse.ArgumentParser:
+def make_parser(command: str = "") -> argparse.ArgumentParser:
     """The parser with all commands, or with `command` alone: importing the others takes time."""
     parser = _Parser(
         prog="paceline",
@@ -104,7 +95,7 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")
-    what = "the project file of `train` and `config show`: `-t CONFIG train` is `train CONFIG`"
+    what = "the project file of `train`, `plan` and `config show`: `-t CONFIG train` is `train CONFIG`"
     parser.add_argument("-t", dest="project_file", metavar="CONFIG", help=what)
     parser.set_defaults(run=None, parser=parser)
     commands = parser.add_subparsers(metavar="COMMAND")
@@ -120,7 +111,7 @@ def _add_config(commands: Any) -> None:
     examples = ("2workers.yaml", "2workers.yaml trainer.seed=3 --workers 4")
     summary = "print a project file resolved, with the origin of each value"
     parser = add_command(group, "show", summary, examples=examples, run=_show)
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="a project file")
+    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="a project file")
     parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="values that override the file's")
     parser.add_argument("--workers", type=integer(1), metavar="N", help="resolve per-worker values for N workers")
 

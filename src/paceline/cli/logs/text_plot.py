@@ -61,7 +61,7 @@ def text_plot(panel: Panel, width: int = 80, *, has_unicode: bool = True, has_co
 
 
 def _name(one: Series) -> str:
-    """The label and the last value. A long label is cut in the middle: it begins with the run and ends with the metric."""
+    """The label and the last value. A long label is cut in the middle: its end says what the line is."""
     name = printable(f"{one.label} {formats.loss(one.last)}")
     return name if len(name) <= _MAX_LABEL else f"{shortened(name, _MAX_LABEL - _LABEL_END)}{name[-_LABEL_END:]}"
 

@@ -169,13 +169,14 @@ def _disk(trainer: Trainer, project: Project) -> str:
     saving = project.settings.checkpoints
     if not saving.save:
         return "the run is not saved"
-    size = 3 * sum(p.nbytes for p in trainer.model.parameters())  # Adam keeps two numbers per parameter
+    num_bytes = 3 * sum(p.nbytes for p in trainer.model.parameters())  # Adam keeps two numbers per parameter
     own = Path(project.settings.output) if saving.folder is None else project.folder / saving.folder
     folder = nearest_existing(own)
     free = shutil.disk_usage(folder).free
     kept = "all are kept" if saving.keep_last is None else f"{saving.keep_last} are kept"
-    warning = "" if size * (saving.keep_last or 1) < free else "  NOT ENOUGH"
-    return f"about {formats.size(size)} per checkpoint with Adam, {kept}; {formats.size(free)} free in {folder}{warning}"
+    warning = "" if num_bytes * (saving.keep_last or 1) < free else "  NOT ENOUGH"
+    size = f"about {formats.size(num_bytes)} per checkpoint with Adam, {kept}"
+    return f"{size}; {formats.size(free)} free in {folder}{warning}"
 
 
 def nearest_existing(path: Path) -> Path:

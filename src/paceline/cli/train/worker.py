@@ -30,7 +30,6 @@ from paceline.run.evaluation.evaluate import preserved_modes
 from paceline.run.monitor import MainMonitor
 from paceline.run.step.record import StepRecord
 
-
 # Settings that name a metric.
 KEEP_BEST, EARLY_STOPPING = "checkpoints.keep_best.metric", "trainer.early_stopping.metric"
 
