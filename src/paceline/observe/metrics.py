@@ -203,7 +203,10 @@ class Curves:
         self.note_names(record for record in records if not self._seen_keys.issuperset(record))
         self.last_step = max([self.last_step, *(record["step"] for record in records)])
         self.num_lines += len(records)
-        lines = [record | self._add_workers(record) for record in records]
+        self.shares = _newest_numbers(records, "shares", self.shares)
+        self.waiting = _newest_numbers(records, "waiting", self.waiting)
+        has_rates = self._wanted is None or WORKER_RATE in self._wanted
+        lines = [record | _worker_rates(record) for record in records] if has_rates else records
         if self._wanted is not None:
             kept = {"step", *filter(self._leads_to_wanted, set[str]().union(*lines))}
             lines = [{key: line[key] for key in line if key in kept} for line in lines]
@@ -227,20 +230,20 @@ class Curves:
     def wants(self, name: str) -> bool:
         return self._wanted is None or name in self._wanted or name.startswith(self._groups)
 
-    def _add_workers(self, record: Mapping[str, Any]) -> dict[str, float]:
-        """Record a line's shares and waiting; returns the throughput of each of several workers."""
-        shares: Any = record.get("shares")
-        waiting: Any = record.get("waiting")
-        rate: Any = record.get("samples_per_s")
-        if not _are_numbers(shares):
-            return {}
-        self.shares = shares
-        if _are_numbers(waiting):
-            self.waiting = waiting
-        total = sum(shares)
-        if len(shares) == 1 or not is_number(rate) or not total > 0:
-            return {}
-        return {f"{WORKER_RATE}{rank}": rate * share / total for rank, share in enumerate(shares)}
+
+def _newest_numbers(records: Sequence[Mapping[str, Any]], name: str, known: list[float]) -> list[float]:
+    """The last list of numbers of this name; `known` without one."""
+    lists: Iterator[Any] = (record.get(name) for record in reversed(records))
+    return next(filter(_are_numbers, lists), known)
+
+
+def _worker_rates(record: Mapping[str, Any]) -> dict[str, float]:
+    """The throughput of each of several workers."""
+    shares: Any = record.get("shares")
+    rate: Any = record.get("samples_per_s")
+    if not _are_numbers(shares) or len(shares) == 1 or not is_number(rate) or not (total := sum(shares)) > 0:
+        return {}
+    return {f"{WORKER_RATE}{rank}": rate * share / total for rank, share in enumerate(shares)}
 
 
 class CountedLines:
