@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from time import time
 from typing import Any
 
 import pytest
 from in_process import invoke
 from made_runs import make_run, row
+
+from paceline.observe.run_files import write_json
 
 
 def lines_with(speeds: list[float], count: int = 20, **values: Any) -> list[dict[str, Any]]:
@@ -62,6 +66,25 @@ def test_how_a_run_ended(tmp_path: Path, status: dict[str, Any], text: str, code
     ended = invoke("doctor", "--runs", tmp_path)
     assert text in ended.out
     assert ended.code == code
+
+
+def test_a_run_on_another_host_that_has_been_silent_for_long_has_stalled(tmp_path: Path) -> None:
+    """Its state is "unknown". Without a status it may have ended long ago."""
+    files = make_run(tmp_path, rows=lines_with([30.0, 30.0]), status={"state": "running", "host": "elsewhere"})
+    for path in (files.status, files.metrics):
+        os.utime(path, (time() - 1200, time() - 1200))
+    ended = invoke("doctor", "--runs", tmp_path)
+    assert "2workers_2026-11-15_12-00-00: unknown" in ended.out
+    assert "stalled" not in ended.out  # no worker has a status
+    assert "no step for 20:" in ended.out
+    assert ended.code == 10
+    write_json(files.worker(0), {"rank": 0, "host": "elsewhere"})
+    os.utime(files.worker(0), (time() - 1200, time() - 1200))
+    ended = invoke("doctor", "--runs", tmp_path)
+    assert "after step 20: all workers have stalled" in ended.out
+    assert ended.code == 20
+    files.status.unlink()
+    assert invoke("doctor", "--runs", tmp_path).code == 0
 
 
 def test_a_run_that_has_not_begun(tmp_path: Path) -> None:

@@ -85,4 +85,7 @@ def test_t_names_the_project_file(words: str, tmp_path: Path, monkeypatch: pytes
 
 def test_t_with_a_command_that_takes_no_project_file_is_an_error() -> None:
     ended = invoke("-t", "small.yaml", "logs", "list")
-    assert (ended.code, ended.err) == (2, "paceline: -t small.yaml is for `train` and `config show`: leave it out\n")
+    assert (ended.code, ended.err) == (
+        2,
+        "paceline: -t small.yaml is for `train`, `plan` and `config show`: leave it out\n",
+    )

@@ -62,10 +62,14 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "paceline", *map(str, arguments)]
 
 
+def environment() -> dict[str, str]:
+    """Unbuffered workers would write the parts of their lines one by one."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     return subprocess.run(
-        command(*arguments), env=environment, capture_output=True, text=True, timeout=100, check=False
+        command(*arguments), env=environment(), capture_output=True, text=True, timeout=100, check=False
     )
 
 
@@ -89,7 +93,9 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "--workers", "two", "x.py"], "paceline run: argument --workers: 'two': choose an integer >= 1"),
         (["run"], "paceline run: the following arguments are required: SCRIPT\n"),
         (["walk"], "paceline: argument COMMAND: invalid choice: 'walk'"),
-        ([], "paceline: the following arguments are required: COMMAND"),
+        (["runs", "--live"], "paceline runs: unrecognized arguments: --live"),
+        (["train", "c.yaml", "--lr", "1"], "paceline train: unrecognized arguments: --lr"),
+        (["train", "c.yaml", "--workers", "0"], "paceline train: argument --workers: '0': choose an integer >= 1"),
     ],
 )
 def test_invalid_command_line_prints_one_line_and_exits_with_2(
@@ -102,6 +108,14 @@ def test_invalid_command_line_prints_one_line_and_exits_with_2(
     assert out == ""
     assert err.startswith(message)
     assert err.index("\n") == len(err) - 1
+
+
+@pytest.mark.parametrize(("arguments", "command"), [([], "train"), (["runs"], "status")])
+def test_without_a_command_prints_the_commands_and_returns_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], command: str
+) -> None:
+    assert main(arguments) == 2
+    assert f"\n    {command}  " in capsys.readouterr().err
 
 
 def test_wrong_number_of_workers_exits_with_2(
@@ -157,6 +171,7 @@ def test_ctrl_c_exits_with_130_without_a_message(script: Path) -> None:
     launcher = subprocess.Popen(
         command("run", "--workers", 2, script, "wait"),
         cwd=script.parent,
+        env=environment(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -197,6 +212,14 @@ def test_logs_folder_that_is_a_file_exits_with_2(script: Path, capsys: pytest.Ca
         main(["run", "--logs", str(script), str(script)])
     assert ended.value.code == 2
     assert capsys.readouterr().err.endswith(f": logs='{script}' is not a folder: choose a folder, or a new name\n")
+
+
+def test_logs_folder_that_cannot_be_created_exits_with_2(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--logs", "/proc/x/logs", str(script)])
+    assert ended.value.code == 2
+    expected = "paceline run: --logs /proc/x/logs cannot be created: No such file or directory\n"
+    assert capsys.readouterr().err == expected
 
 
 @pytest.mark.parametrize("options", [["--logs", "logs"], ["--nodes", "2", "--address", "a:1"]])

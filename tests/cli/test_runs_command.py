@@ -304,6 +304,15 @@ def test_abort_asks_for_confirmation(folder: Path, monkeypatch: pytest.MonkeyPat
     assert not abort.is_called
 
 
+@pytest.mark.parametrize("command", ["save", "stop"])
+def test_a_timeout_needs_something_to_wait_for(command: str) -> None:
+    ended = runs(command, "--timeout", "5")
+    assert (ended.code, ended.err) == (
+        2,
+        f"paceline runs {command}: --timeout would be ignored without --wait: leave it out\n",
+    )
+
+
 @pytest.mark.parametrize("text", ["0", "-1", "soon", "inf", "nan"])
 def test_invalid_timeouts(text: str) -> None:
     ended = runs("save", "--timeout", text)

@@ -80,6 +80,7 @@ def test_faults_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (("--from", "9"), 1, "there is no step from 9 on: the timeline ends with step 3"),
         (("--from", "3", "--to", "1"), 1, "the range from step 3 to step 1 is empty: choose a later end"),
         (("-o", "x.png"), 2, "-o x.png: unknown suffix: choose .html, .json or .csv, or give --format"),
+        (("--format", "csv", "--idle", "2"), 2, "--idle would be ignored with --format csv: leave it out"),
         (("--format", "csv", "-o", "no/folder/x"), 2, "no/folder/x: No such file or directory"),
     ],
 )

@@ -62,6 +62,7 @@ def test_superseded_lines_are_left_out(tmp_path: Path) -> None:
     assert curve(read_window(path), "loss") == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 0.5, 6: 0.5}
     assert curve(read_window(path, ["loss"], 4, 5), "loss") == {4: 4.0, 5: 0.5}
     assert read_window(path).last_step == 6
+    assert "resumed_from" not in read_window(path).names
 
 
 def test_a_partial_last_line_is_not_covered(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from paceline.checkpoint.folders import complete_steps, latest, step_folder, ste
 from paceline.checkpoint.manifest import MANIFEST_NAME, Manifest
 from paceline.checkpoint.reader import Checkpoint, inspect, read_weights, verify
 from paceline.cli import commands as cli
-from paceline.cli.commands import CommandError, choose_run, count, print_json, size
+from paceline.cli.commands import CommandError, choose_run, count, print_json
+from paceline.observe.formats import size
 from paceline.observe.json_lines import to_json
 from paceline.observe.run_files import RunFiles
 

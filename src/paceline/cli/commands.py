@@ -16,7 +16,6 @@ from typing import Any, TextIO, cast
 
 from paceline.core.errors import PacelineError
 from paceline.observe import formats
-from paceline.observe.formats import size as size
 from paceline.observe.json_lines import to_json
 from paceline.observe.run_files import RUNS_FOLDER, RunFiles, last_sign, read_status
 
@@ -43,7 +42,8 @@ def add_command(
     """Add a command to the subparsers `commands`. Its help ends with `notes` and `examples`.
 
     examples: command lines, without the words that lead to the command.
-    run: the function that executes the command and returns its exit code; None is 0. See `execute`.
+    run: the function that executes the command and returns its exit code; None is 0. See `execute`. Its options have
+    the `parser`, for errors of the command line.
     """
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
@@ -53,13 +53,13 @@ def add_command(
     )
     lines = [f"  {parser.prog} {example}".rstrip() for example in examples]
     parser.epilog = "\n".join(filter(None, [notes, "example:" if lines else "", *lines]))
-    parser.set_defaults(run=run, prog=parser.prog)
+    parser.set_defaults(run=run, parser=parser)
     return parser
 
 
 def add_group(commands: Any, name: str, summary: str, examples: Iterable[str]) -> Any:
     """Add a command that consists of further commands; returns their subparsers."""
-    return add_command(commands, name, summary, examples=examples).add_subparsers(metavar="COMMAND", required=True)
+    return add_command(commands, name, summary, examples=examples).add_subparsers(metavar="COMMAND")
 
 
 def add_run_argument(parser: argparse.ArgumentParser, what: str, metavar: str = "RUN", nargs: str = "?") -> None:
@@ -67,6 +67,19 @@ def add_run_argument(parser: argparse.ArgumentParser, what: str, metavar: str = 
     parser.add_argument("named", nargs=nargs, metavar=metavar, help=what)
     what = "the folder that holds the runs (default: %(default)s)"
     parser.add_argument("--runs", type=Path, default=Path(RUNS_FOLDER), metavar="DIR", help=what)
+
+
+def refuse_ignored(options: argparse.Namespace, ignored: Iterable[str], why: str) -> None:
+    """Options that the command would ignore are an error, if they are given. why: such as "without --wait"."""
+    for option in ignored:
+        if is_given(options, option):
+            raise CommandError(f"{option} would be ignored {why}: leave it out", 2)
+
+
+def is_given(options: argparse.Namespace, option: str) -> bool:
+    """Whether an option, such as "--wait", differs from its default."""
+    action = options.parser._option_string_actions[option]
+    return bool(getattr(options, action.dest) != action.default)
 
 
 def integer(minimum: int) -> Callable[[str], int]:
@@ -156,7 +169,7 @@ def execute(options: argparse.Namespace) -> int:
             message, code = str(error), getattr(error, "code", 1)
         except OSError as error:  # a path from the command line is too long or not permitted
             message, code = f"{error.filename}: {error.strerror}" if error.filename else str(error), 2
-        print_message(options.prog, message)
+        print_message(options.parser.prog, message)
         return code
 
 

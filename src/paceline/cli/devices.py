@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli import commands as cli
-from paceline.observe.formats import rate
+from paceline.observe.formats import rate, size
 
 if TYPE_CHECKING:  # imported by the functions below: the help text needs no torch
     import torch
@@ -132,7 +132,7 @@ def _print(document: Document) -> None:
             "host": host["name"],
             "processor": f"{host['processor']}, {host['cores']} cores",
             "threads": f"{host['threads']} in a single process; workers divide the cores",
-            "memory": cli.or_dash(host["memory_bytes"], cli.size),
+            "memory": cli.or_dash(host["memory_bytes"], size),
             "CPU workers": f"exchange through {'shared memory' if reason is None else f'Gloo: {reason}'}",
         }
     )
@@ -156,6 +156,6 @@ def _device_row(device: Document) -> tuple[str, ...]:
     return (
         device["device"],
         cli.shortened(name, MAX_NAME_LENGTH),
-        cli.or_dash(device["memory_bytes"], cli.size),
+        cli.or_dash(device["memory_bytes"], size),
         *cells,
     )

@@ -18,14 +18,15 @@ _NOTE = f"""\
 {cli.RUN_NOTE}It may be live, finished or killed.
 
 The verdicts: failed, stalled, worker left, diverging (loss), memory (nearly
-full), slow worker, data-bound, exchange-bound, host-bound GPU, nothing wrong.
-They refer to the run's last lines of metrics; docs/doctor.md has the limits.
+full), slow worker, unbalanced, data-bound, exchange-bound, host-bound GPU, too
+early, nothing wrong. They refer to the run's last lines of metrics;
+docs/doctor.md has their meaning and limits.
 
 exit codes:
   0    nothing wrong, or it is too early to tell
   1    there is no such run
   10   there is something to improve (warning)
-  20   the run has failed, has stalled or diverges (error)
+  20   the run has failed, stalls or diverges, or a worker has left (error)
 """
 EXIT_CODES = {"ok": 0, "info": 0, "warning": 10, "error": 20}
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -55,36 +55,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str], *, is_command: bool) -> int:
-    arguments = _config_first(arguments)
-    if is_command and arguments[:1] in (["run"], ["train"]):
+    command = "".join((arguments[2:] if arguments[:1] == ["-t"] else arguments)[:1])
+    if is_command and command in ("run", "train"):
         from paceline.run.launching.allocator import restart_with_allocator_settings
 
         restart_with_allocator_settings()
-    parser = make_parser(arguments[0] if arguments else None)
+    parser = make_parser(command)
     options, others = parser.parse_known_args(arguments)
-    # argparse accepts positional arguments only in one place. KEY=VALUE may be given anywhere.
-    if others and not (hasattr(options, "overrides") and all("=" in word and word[0] != "-" for word in others)):
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
-    if others:
-        options.overrides += others
+    if hasattr(options, "overrides") and not any(word.startswith("-") for word in others):
+        _sort_words(options, others)
+    elif others:
+        options.parser.error(f"unrecognized arguments: {' '.join(others)}")
+    if options.run is None:  # `paceline`, `paceline runs`
+        options.parser.print_help(sys.stderr)
+        return 2
     if options.project_file is not None:
-        parser.error(f"-t {options.project_file} is for `train` and `config show`: leave it out")
+        parser.error(f"-t {options.project_file} is for `train`, `plan` and `config show`: leave it out")
     # The output of workers is passed on unchanged. Other commands print the content of files.
-    return int(options.run(options)) if arguments[0] in ("run", "train", "rendezvous") else execute(options)
+    return int(options.run(options)) if command in ("run", "train", "rendezvous") else execute(options)
 
 
-def _config_first(arguments: list[str]) -> list[str]:
-    """`-t CONFIG COMMAND` as `COMMAND CONFIG`, which the parser knows."""
-    if len(arguments) < 3 or arguments[0] != "-t":
-        return arguments
-    config, *rest = arguments[1:]
-    for command in (["train"], ["config", "show"]):
-        if rest[: len(command)] == command:
-            return [*command, config, *rest[len(command) :]]
-    return arguments
+def _sort_words(options: argparse.Namespace, others: list[str]) -> None:
+    """CONFIG and KEY=VALUE may be given anywhere, CONFIG also with -t. argparse accepts them only in one place."""
+    words = [str(word) for word in (options.project_file, options.config) if word is not None]
+    words += [*options.overrides, *others]
+    config = next((word for word in words if "=" not in word or os.path.lexists(word)), None)
+    if config is not None:
+        words.remove(config)
+    options.config, options.overrides = None if config is None else Path(config), words
+    options.project_file = None
 
 
-def make_parser(command: str | None = None) -> argparse.ArgumentParser:
+def make_parser(command: str = "") -> argparse.ArgumentParser:
     """The parser with all commands, or with `command` alone: importing the others takes time."""
     parser = _Parser(
         prog="paceline",
@@ -93,9 +95,10 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")
-    what = "the project file of `train` and `config show`: `-t CONFIG train` is `train CONFIG`"
+    what = "the project file of `train`, `plan` and `config show`: `-t CONFIG train` is `train CONFIG`"
     parser.add_argument("-t", dest="project_file", metavar="CONFIG", help=what)
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    parser.set_defaults(run=None, parser=parser)
+    commands = parser.add_subparsers(metavar="COMMAND")
     own = {"run": _add_run, "rendezvous": _add_rendezvous, "config": _add_config}
     for name in [command] if command in _COMMANDS else _COMMANDS:
         add_parser = own.get(name) or import_module(f"paceline.cli.{name}").add_parser
@@ -108,14 +111,16 @@ def _add_config(commands: Any) -> None:
     examples = ("2workers.yaml", "2workers.yaml trainer.seed=3 --workers 4")
     summary = "print a project file resolved, with the origin of each value"
     parser = add_command(group, "show", summary, examples=examples, run=_show)
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="a project file")
+    parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help="a project file")
     parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="values that override the file's")
-    parser.add_argument("--workers", type=int, metavar="N", help="resolve per-worker values for N workers")
+    parser.add_argument("--workers", type=integer(1), metavar="N", help="resolve per-worker values for N workers")
 
 
 def _show(options: argparse.Namespace) -> None:
     from paceline.cli.config import load_project, show
 
+    if options.config is None:
+        raise CommandError("CONFIG is missing: give a project file", 2)
     try:
         project = load_project(options.config, options.overrides)
         print(show(project if options.workers is None else project.resolve(options.workers)), end="")
@@ -132,11 +137,11 @@ def _add_run(commands: Any) -> None:
         "--workers 2 --logs logs train.py --epochs 3",
         "--nodes 2 --address HOST:29500 train.py",
     )
-    parser = add_command(commands, "run", summary, _RUN_NOTE, examples=examples)
+    parser = add_command(commands, "run", summary, _RUN_NOTE, examples=examples, run=_run)
     add = parser.add_argument
     add("--workers", type=integer(1), metavar="N", help="number of workers (default: one per device)")
     what = "append the output of each rank to DIR/rank-R.out and DIR/rank-R.err; rank 0's is also shown here"
-    add("--logs", metavar="DIR", help=what)
+    add("--logs", type=Path, metavar="DIR", help=what)
     what = "restart the workers when one fails, at most N times (default: 0); with --min-workers only the one that died"
     add("--max-restarts", type=integer(0), default=0, metavar="N", help=what)
     what = "continue without workers that die, as long as N are left"
@@ -153,24 +158,23 @@ def _add_run(commands: Any) -> None:
     add("script", metavar="SCRIPT", help="a Python file")
     arguments = add("args", nargs=argparse.REMAINDER, metavar="...", help="arguments of the script")
     arguments.required = False  # otherwise argparse lists it among the missing arguments
-    parser.set_defaults(run=partial(_run, parser))
 
 
 def _add_rendezvous(commands: Any) -> None:
     summary = "serve the rendezvous of machines that may come and go"
-    parser = add_command(commands, "rendezvous", summary, _RENDEZVOUS_NOTE, examples=("--address HOST:29500",))
+    examples = ("--address HOST:29500",)
+    parser = add_command(commands, "rendezvous", summary, _RENDEZVOUS_NOTE, examples=examples, run=_rendezvous)
     what = "an address of this machine that all nodes can reach, and a free port"
     parser.add_argument("--address", metavar="HOST:PORT", required=True, help=what)
-    parser.set_defaults(run=partial(_rendezvous, parser))
 
 
-def _rendezvous(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+def _rendezvous(options: argparse.Namespace) -> int:
     from paceline.run.launching.nodes import NodesError, keep_store
 
     try:
         keep_store(options.address)
     except ValueError as error:
-        parser.error(str(error))
+        options.parser.error(str(error))
     except NodesError as error:
         print(f"paceline rendezvous: {error}", file=sys.stderr)
         return 1
@@ -187,14 +191,14 @@ def _nodes(text: str) -> tuple[int, int]:
     return int(least), int(most or 0)
 
 
-def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
     from paceline.core.errors import WorkerError
     from paceline.run.launching import launch, worker
     from paceline.run.launching.nodes import Nodes, NodesError
     from paceline.run.saving.stopping import Stopped
 
     if not Path(options.script).is_file():
-        parser.error(f"no such file: {options.script}")
+        options.parser.error(f"no such file: {options.script}")
     try:
         least, most = options.nodes
         nodes = Nodes(least, options.address, options.join_timeout, options.secret_file, most)
@@ -202,8 +206,12 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
         how = launch.Launch(
             count, options.max_restarts, options.logs, nodes, min_workers=options.min_workers, stall_s=options.stall
         )
+        if options.logs is not None:
+            options.logs.mkdir(parents=True, exist_ok=True)
     except ValueError as error:
-        parser.error(str(error))
+        options.parser.error(str(error))
+    except OSError as error:
+        options.parser.error(f"--logs {options.logs} cannot be created: {error.strerror}")
     try:
         launch.run_script(options.script, options.args, how)
     except KeyboardInterrupt:

@@ -103,7 +103,13 @@ def _status(options: argparse.Namespace) -> int:
         sleep(WATCH_S)
 
 
+def _check_timeout(options: argparse.Namespace) -> None:
+    if not options.wait:
+        cli.refuse_ignored(options, ("--timeout",), "without --wait")
+
+
 def _save(options: argparse.Namespace) -> None:
+    _check_timeout(options)
     files = _live_run(options)
     step = int(_request(files, "save")["step"])
     if not options.wait:
@@ -125,6 +131,7 @@ def _save(options: argparse.Namespace) -> None:
 
 
 def _stop(options: argparse.Namespace) -> int:
+    _check_timeout(options)
     files = _live_run(options)
     step = int(_request(files, "stop")["step"])
     if not options.wait:

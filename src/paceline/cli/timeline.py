@@ -53,6 +53,8 @@ def _timeline(options: argparse.Namespace) -> None:
     form = options.format or ("text" if output is None else SUFFIXES.get(output.suffix.lower()))
     if form is None:
         raise CommandError(f"-o {output}: unknown suffix: choose .html, .json or .csv, or give --format", 2)
+    if form != "text":
+        cli.refuse_ignored(options, ("--idle",), f"with --format {form}")
     try:
         timeline = Timeline.load(folder)
         if options.first is not None or options.last is not None:

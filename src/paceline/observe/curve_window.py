@@ -116,7 +116,7 @@ def read_window(
             records = [record for _, block in places for record in block]
             records = [*(head if part.start == 0 else ()), *records, *(tail if part.stop == size else ())]
             add(not_superseded(records, part.limit))
-    curves.note_names([*head, *tail])
+    curves.note_names(record for record in (*head, *tail) if is_step(record))
     names = curves.names()
     return Window(
         first_step=min((record["step"] for record in head if "step" in record), default=0),

@@ -44,7 +44,7 @@ MAX_POINTS = 16_384
 _BUFFER_POINTS = 4 * MAX_POINTS
 # Further names are left out: no run logs so many.
 MAX_NAMES = 5000
-_WORKER_RATE = "samples_per_s@"
+WORKER_RATE = "samples_per_s@"
 
 Steps = npt.NDArray[np.int64]
 Values = npt.NDArray[np.float64]
@@ -161,16 +161,15 @@ class Curve:
 class Curves:
     """The metrics of a file.
 
-    wanted: the metrics, or groups such as "waiting", whose numbers are kept; None for all. With "samples_per_s" those
-    of each worker are kept, too. is_whole: see `Curve`.
+    wanted: the metrics, or groups such as "waiting", whose numbers are kept; None for all. WORKER_RATE is the group of
+    the workers' samples per second. is_whole: see `Curve`.
     num_lines: lines about steps that count. num_unreadable: skipped lines. last_step: 0 if there is none. shares,
     waiting: one number per worker, from the last line that has them. resumed_from: the steps of all resumes.
     """
 
     def __init__(self, wanted: Iterable[str] | None = None, *, is_whole: bool = False) -> None:
         self._wanted = None if wanted is None else frozenset(wanted)
-        groups = [f"{name}/" for name in self._wanted or ()]
-        self._groups = tuple([*groups, _WORKER_RATE] if "samples_per_s" in (self._wanted or ()) else groups)
+        self._groups = tuple(name if name == WORKER_RATE else f"{name}/" for name in self._wanted or ())
         # Keys of a line that lead to a wanted metric: "a" and "a/b" for "a/b".
         parts = [name.split("/") for name in self._wanted or ()]
         self._keys = {"/".join(each[: i + 1]) for each in parts for i in range(len(each))}
@@ -204,14 +203,17 @@ class Curves:
         self.note_names(record for record in records if not self._seen_keys.issuperset(record))
         self.last_step = max([self.last_step, *(record["step"] for record in records)])
         self.num_lines += len(records)
-        lines = [record | self._add_workers(record) for record in records]
+        self.shares = _newest_numbers(records, "shares", self.shares)
+        self.waiting = _newest_numbers(records, "waiting", self.waiting)
+        has_rates = self._wanted is None or WORKER_RATE in self._wanted
+        lines = [record | _worker_rates(record) for record in records] if has_rates else records
         if self._wanted is not None:
             kept = {"step", *filter(self._leads_to_wanted, set[str]().union(*lines))}
             lines = [{key: line[key] for key in line if key in kept} for line in lines]
         for name, column in columns_of(lines).items():
             if self.wants(name) and (name in self.curves or len(self.curves) < MAX_NAMES):
                 self.curves.setdefault(name, Curve(is_whole=self._is_whole)).add(*column)
-                if not name.startswith(_WORKER_RATE):
+                if not name.startswith(WORKER_RATE):
                     self._names[name] = None
 
     def note_names(self, records: Iterable[dict[str, Any]]) -> None:
@@ -228,20 +230,20 @@ class Curves:
     def wants(self, name: str) -> bool:
         return self._wanted is None or name in self._wanted or name.startswith(self._groups)
 
-    def _add_workers(self, record: Mapping[str, Any]) -> dict[str, float]:
-        """Record a line's shares and waiting; returns the throughput of each of several workers."""
-        shares: Any = record.get("shares")
-        waiting: Any = record.get("waiting")
-        rate: Any = record.get("samples_per_s")
-        if not _are_numbers(shares):
-            return {}
-        self.shares = shares
-        if _are_numbers(waiting):
-            self.waiting = waiting
-        total = sum(shares)
-        if len(shares) == 1 or not is_number(rate) or not total > 0:
-            return {}
-        return {f"{_WORKER_RATE}{rank}": rate * share / total for rank, share in enumerate(shares)}
+
+def _newest_numbers(records: Sequence[Mapping[str, Any]], name: str, known: list[float]) -> list[float]:
+    """The last list of numbers of this name; `known` without one."""
+    lists: Iterator[Any] = (record.get(name) for record in reversed(records))
+    return next(filter(_are_numbers, lists), known)
+
+
+def _worker_rates(record: Mapping[str, Any]) -> dict[str, float]:
+    """The throughput of each of several workers."""
+    shares: Any = record.get("shares")
+    rate: Any = record.get("samples_per_s")
+    if not _are_numbers(shares) or len(shares) == 1 or not is_number(rate) or not (total := sum(shares)) > 0:
+        return {}
+    return {f"{WORKER_RATE}{rank}": rate * share / total for rank, share in enumerate(shares)}
 
 
 class CountedLines:

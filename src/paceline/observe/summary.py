@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import time
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from paceline.observe.json_lines import is_count
 from paceline.observe.metrics import SAMPLES, Curves, mean_samples_per_s, read_curves
 from paceline.observe.run_files import RunFiles, State, last_sign, read_json, read_mapping, read_status, state_of
 
-_READ = ("loss", "time", "epoch", SAMPLES, "tokens_per_s", "eval")
+_READ = ("loss", "time", "epoch", SAMPLES, "samples_per_s", "tokens_per_s", "eval")
 # The maximum is not shown for metrics whose names contain one of these.
 LOWER_IS_BETTER = ("loss", "perplexity", "error")
 _KIND_LABELS = {"compute": "computing", "wait": "waiting", "sync": "exchange", "other": "rest"}
@@ -100,13 +101,13 @@ def summarize(files: RunFiles, *, tail: bool = False) -> Summary:
         started=status.started if status else last_sign(files) or None,
         num_starts=status.num_starts if status else 1,
         training_s=training_s,
-        step=metrics.last_step,
+        step=max(metrics.last_step, _status_step(files)),
         total_steps=status.total_steps if status else None,
         epoch=metrics.last("epoch"),
         train_loss=reached.get("loss"),
         evaluation={name: found for name, found in reached.items() if name.startswith("eval/")},
         samples_per_s=samples_per_s,
-        tokens_per_s=metrics.last("tokens_per_s") if tail else metrics.mean("tokens_per_s"),
+        tokens_per_s=_tokens_per_s(metrics, samples_per_s),
         efficiency=efficiency,
         workers=_with_peaks(files, workers or _workers_of(metrics, training_s)),
         num_checkpoints=sum(path.is_dir() for path in files.checkpoints.glob("step-*")),
@@ -123,6 +124,18 @@ def _workers_of(metrics: Curves, training_s: float) -> list[WorkerTime]:
         WorkerTime(rank, training_s, {"wait": waiting * training_s}, share / (sum(metrics.shares) or 1.0))
         for rank, (share, waiting) in enumerate(zip(metrics.shares, metrics.waiting, strict=False))
     ]
+
+
+def _tokens_per_s(metrics: Curves, samples_per_s: float | None) -> float | None:
+    """Over the run, as `samples_per_s` is. The mean of the lines' rates would count fast times too much."""
+    tokens, samples = metrics.mean("tokens_per_s"), metrics.mean("samples_per_s")
+    return samples_per_s * (tokens / samples) if samples_per_s and tokens and samples else tokens
+
+
+def _status_step(files: RunFiles) -> int:
+    """The last step in worker 0's status, which may be later than the last one that was logged."""
+    step: Any = read_mapping(files.worker(0)).get("step")
+    return step if is_count(step) else 0
 
 
 def _with_peaks(files: RunFiles, workers: Sequence[WorkerTime]) -> list[WorkerTime]:

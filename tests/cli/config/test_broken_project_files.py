@@ -16,6 +16,8 @@ TRAINER = "trainer: {epochs: 1, global_batch: 8, learning_rate: 0.1, %s}\n"
 IN_TRAINER = {
     "globl_batch: 3": ("trainer.globl_batch is an unknown setting: did you mean global_batch?"),
     "save_stepps: 3": ("trainer.save_stepps is an unknown setting: did you mean save_steps?"),
+    "lr: 0.1": ("trainer.lr is an unknown setting: did you mean trainer.learning_rate?"),
+    "batch_size: 8": ("trainer.batch_size is an unknown setting: did you mean trainer.global_batch?"),
     "output: runs": ("trainer.output is an unknown setting: did you mean output?"),
     "keep_last: 2": ("trainer.keep_last is an unknown setting: did you mean checkpoints.keep_last?"),
     "seed: true": ("trainer.seed is true: expected an integer"),

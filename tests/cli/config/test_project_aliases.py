@@ -9,6 +9,8 @@ import pytest
 from project_files import LEAST, error_of, load
 
 from paceline.cli.config import load_project
+from paceline.cli.config.aliases import ACCEPTED_IN, SIMILAR
+from paceline.cli.config.schema import ProjectSettings, settings_of, top_sections
 
 REST = LEAST.rpartition("trainer:")[0]
 
@@ -175,3 +177,10 @@ trainer:
   {file}
 """)
     assert getattr(load_project(path, overrides.split()).settings.trainer, key) == value
+
+
+def test_the_settings_that_errors_name_for_other_tools_names_exist() -> None:
+    known = {f"{key}.{name}" for key, kind in top_sections().items() for name in settings_of(kind)}
+    known |= {f"trainer.{name}" for name in ACCEPTED_IN["trainer"]} | set(settings_of(ProjectSettings))
+    assert set(SIMILAR.values()) <= known
+    assert not {name.rpartition(".")[2] for name in known} & set(SIMILAR)

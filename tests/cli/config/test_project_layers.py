@@ -227,6 +227,15 @@ WRONG_OVERRIDES = {
 }
 
 
+def test_a_variable_of_the_command_line_that_nothing_refers_to_is_an_error(tmp_path: Path) -> None:
+    message = "command line: variables.{0} has no effect, since nothing refers to ${{{0}}}: "
+    assert error_of(tmp_path, BASE, "variables.n=5") == f"{message.format('n')}leave it out"
+    text = f"variables: {{width: 3, unused: 1, of_other: '${{unused}}'}}\n{LEAST}output: ${{width}}${{of_other}}"
+    assert load(tmp_path, text, "variables.unused=2").settings.output == "32"
+    found = error_of(tmp_path, text, "variables.wdith=5")
+    assert found == f"{message.format('wdith')}did you mean width? (choose from width, unused, of_other)"
+
+
 @pytest.mark.parametrize("override", WRONG_OVERRIDES)
 def test_what_is_wrong_on_the_command_line_is_said_to_stand_there(override: str, tmp_path: Path) -> None:
     assert error_of(tmp_path, BASE, override) == f"command line: {WRONG_OVERRIDES[override]}"

@@ -125,6 +125,7 @@ def test_a_module_that_is_not_there_is_named_with_the_nearest(module: str, tmp_p
 def test_a_name_that_a_module_does_not_have_is_named_with_the_nearest(module: str, tmp_path: Path) -> None:
     message = model_error(tmp_path, f"{{factory: '{module}:build_modl'}}")
     assert message.startswith(f"p.yaml:1:9: model.factory: {module} has no 'build_modl': did you mean build_model?")
+    assert message.endswith("(choose from Maker, anything, build_model, fussy, number, optimizer, samples)")
 
 
 def test_a_name_that_a_class_does_not_have_is_named(module: str, tmp_path: Path) -> None:

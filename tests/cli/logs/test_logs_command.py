@@ -228,6 +228,16 @@ def test_a_plot_as_a_page_is_the_export_of_watch(runs: Path) -> None:
     assert "<script src" not in page
 
 
+@pytest.mark.parametrize("option", ["--loss-curves", "--log-scale", "--smooth=5", "--x-axis=time", "--metrics=lr"])
+def test_options_of_images_are_errors_for_a_page(runs: Path, option: str) -> None:
+    make_run(runs)
+    ended = logs_command("plot", option, "-o", "run.html")
+    name = option.partition("=")[0]
+    assert ended.code == 2
+    assert ended.err.startswith(f"paceline logs plot: {name} would be ignored in a page, which has all metrics")
+    assert not Path("run.html").exists()
+
+
 def test_a_page_does_not_lose_a_run_with_the_name_of_another(runs: Path) -> None:
     first = make_run(runs)
     second = make_run(runs.parent / "more")

@@ -66,7 +66,7 @@ def test_image_format_follows_the_suffix_and_files_are_reproducible(runs: Path, 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-o", "a.gif"], "a.gif: choose a file name that ends in .png, .svg or .pdf"),
+        (["-o", "a.gif"], "a.gif: choose a file name that ends in .png, .svg, .pdf or .html"),
         (["-o", "no/where.png"], "no/where.png: there is no folder no"),
         (
             ["--metrics", "los"],

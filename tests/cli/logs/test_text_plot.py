@@ -48,6 +48,22 @@ def test_braille_plot_marks_evaluations() -> None:
     assert [line.split()[-2:] for line in (lines[7], lines[12])] == [["evaluation", "3"], ["training", "1"]]
 
 
+def test_many_evaluations_are_a_line_and_steps_have_all_digits() -> None:
+    """Marks in every column would hide the training loss."""
+    steps = np.linspace(1.0, 1_234_567.0, 400)
+    evaluations = Series("evaluation", steps, np.linspace(5.0, 1.0, 400), 1, is_sparse=True)
+    training = Series("training", steps, np.linspace(4.0, 2.0, 400), 0)
+    text = text_plot(Panel("loss", "step", "loss", (training, evaluations)), 70)
+    assert "●" not in text
+    assert text.splitlines()[-1].split() == ["1", "step", "1234567"]
+
+
+def test_a_long_label_keeps_the_name_of_the_metric_and_the_value() -> None:
+    long = "epochs=2, max_steps=default, seed=3"
+    text = text_plot(Panel("loss", "step", "loss", (falling(f"{long} training", low=0.04512),)))
+    assert "epochs=2, max...d=3 training 0.04512" in text
+
+
 def test_colors_are_optional() -> None:
     panel = Panel("loss", "step", "loss", (falling(), falling("other", 1, low=2.0)))
     assert "\x1b" not in text_plot(panel)

@@ -108,6 +108,18 @@ def test_a_resumed_run_has_its_own_settings_and_those_of_the_command_line(runs: 
     assert (project.path, project.folder) == (config, config.parent)
 
 
+def test_variables_of_the_first_start_may_be_given_again_with_their_file(runs: Path, config: Path) -> None:
+    config.write_text(f"variables: {{rate: 0.5}}\n{config.read_text()}checkpoints: {{every_minutes: '${{rate}}'}}\n")
+    again = ["variables.rate=0.25", "variables.seed=3", "trainer.seed=${seed}"]
+    files = saved_run(runs, config, *again)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("paceline.cli.train.command.dry_run", lambda *_: 0)
+        assert invoke("train", config, "--resume", "--dry-run", *again) == (0, "", "")
+        ended = invoke("train", "--resume", files.root, "--dry-run", *again)
+    assert ended.code == 2
+    assert "variables.rate has no effect, since nothing refers to ${rate}" in ended.err
+
+
 def test_differences_are_told_with_the_remedy(runs: Path, config: Path) -> None:
     files = saved_run(runs, config, "trainer.max_steps=12", "trainer.schedule=cosine")
     before = own_project(files, (), None)

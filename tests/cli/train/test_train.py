@@ -67,13 +67,20 @@ def test_a_run_from_its_beginning_to_its_resumption(
     assert "resumed after step 12, from step-00000012" in output.out
     assert "changed for this run: trainer.max_steps 12 -> null" in output.err
     assert weights(files) == weights(run_here(config, tmp_path / "alone"))
+    assert "all 20 steps are done" not in output.out
+    run_here(config, files.root, is_resumed=True)
+    assert "all 20 steps are done: to train longer, raise trainer.epochs or trainer.max_steps" in capfd.readouterr().out
     assert json.loads(files.status.read_text())["num_starts"] == 2
 
 
 def test_values_of_the_command_line_may_stand_anywhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = write_project(tmp_path, "anywhere_parts")
-    assert main(["config", "show", str(config), "trainer.seed=3", "--workers", "2", "trainer.epochs=5"]) == 0
-    shown = capsys.readouterr().out
+    shown = ""
+    for words in (["FILE", "SEED", "--workers", "2", "EPOCHS"], ["SEED", "--workers", "2", "EPOCHS", "FILE"]):
+        before, places = shown, {"FILE": str(config), "SEED": "trainer.seed=3", "EPOCHS": "trainer.epochs=5"}
+        assert main(["config", "show", *(places.get(word, word) for word in words)]) == 0
+        shown = capsys.readouterr().out
+        assert before in ("", shown)
     assert "  seed: 3 " in shown
     assert "  epochs: 5 " in shown
     assert "# command line" in shown
@@ -94,8 +101,18 @@ def test_a_dry_run_tries_everything_and_leaves_nothing(
     assert lines["step"] == "8 samples in 2 micro-batches of 4; 10 steps per epoch; 20 steps in total"
     assert lines["workers"] == "3 on CPU; initial micro-batches per step: 1:1:0"
     assert lines["loss"].endswith("on the first micro-batch")
+    assert lines["eval/accuracy"].endswith("on the first micro-batch")
     assert "ms per micro-batch; about" in lines["time"]
     assert not list(place.iterdir())
+
+
+def test_a_dry_run_tries_the_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_project(tmp_path / "project", "dry_metrics_parts")
+    for key in ("checkpoints.keep_best.metric", "trainer.early_stopping.metric"):
+        assert main(["train", str(config), "--dry-run", f"{key}=f1"]) == 1
+        assert f"{key}=f1 is not a metric of the evaluation: choose from loss, accuracy" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="in the loss"):
+        main(["train", str(config), "--dry-run", "metrics=dry_metrics_parts:broken"])
 
 
 def described(config: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, str]:

@@ -29,7 +29,7 @@ BEFORE_ANYTHING_STARTS = {
         ["small.yaml", "--resume", "small.yaml"],
         "--resume small.yaml: not a run, and not a checkpoint; see `paceline logs list`",
     ),
-    "no workers": (["small.yaml", "--workers", "0"], "workers is 0: expected an integer >= 1"),
+    "no workers": (["small.yaml", "workers=0"], "workers is 0: expected an integer >= 1"),
     "too many workers": (["small.yaml", "--workers", "5000"], "workers is 5000: expected an integer >= 1 and <= 1024"),
     "too many readers": (["small.yaml", "trainer.readers=5000"], "trainer.readers is 5000: expected an integer >= 0"),
     "no checkpoint": (["small.yaml", "checkpoints.resume=a/b"], "command line: checkpoints.resume: "),

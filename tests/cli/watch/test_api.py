@@ -91,6 +91,13 @@ def test_a_run_that_has_just_begun_is_found(client: Client, tmp_path: Path, monk
     assert client.get(f"/api/runs/{make_run(tmp_path, 'new').root.name}")["step"] == 20
 
 
+def test_a_resume_is_not_a_metric(client: Client, tmp_path: Path) -> None:
+    files = make_run(tmp_path, "resumed", [row(1), {"resumed_from": 1}, row(2), row(3)])
+    names = client.get(f"/api/runs/{files.root.name}")["names"]
+    assert "loss" in names
+    assert "resumed_from" not in names
+
+
 def test_one_run_shows_its_workers(client: Client, tmp_path: Path) -> None:
     files = live_run(tmp_path)
     worker_status(files, 0, gpu_memory=5e9, gpu_memory_limit=6e9)

@@ -62,3 +62,11 @@ def test_a_worker_that_left_has_a_lane_until_the_run_is_resumed_with_as_many() -
         return run("lanes.js", "departed", body, shown=shown, events=[event])
 
     assert (ranks(3), ranks(4)) == ([3], [])
+
+
+def test_numbers_that_round_up_to_the_next_unit_have_that_unit() -> None:
+    body = "return [...sizes.map(bytes), ...rates.map(value => rate(value)), ...times.map(duration)];"
+    numbers = {"sizes": [999.4e6, 999.7e6, 999_700], "rates": [12_345, 999_700], "times": [0.9994, 0.9996, 9.97]}
+    found = run("format.js", "bytes, rate, duration", body, **numbers)
+    assert found[:3] == ["999 MB", "1.00 GB", "1.00 MB"]
+    assert found[3:] == ["12.3k samples/s", "1M samples/s", "999 ms", "1.0 s", "10 s"]

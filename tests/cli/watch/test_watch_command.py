@@ -99,6 +99,7 @@ def test_wrong_arguments(runs: Path, tmp_path: Path) -> None:
             ): "cannot listen on 192.0.2.1: Cannot assign requested address: choose another --host",
             ("--export", "x.html", "--runs", "missing"): "missing does not exist",
             (tmp_path, "--export", "x.html"): f"there is no run in {tmp_path}",
+            ("--export", "x.html", "--open"): "--open would be ignored with --export: leave it out",
         }.items():
             ended = invoke("watch", *arguments)
             assert ended.code in (1, 2)

@@ -130,7 +130,8 @@ def test_an_empty_folder(files: RunFiles) -> None:
 def test_a_run_that_starts_again_has_not_been_silent_since_its_end(files: RunFiles) -> None:
     write_lines(files.metrics, *(line(step) for step in range(1, 9)))
     write_json(files.worker(0), {"host": "a"})
-    write_json(files.status, {"state": "running"})
+    status = {"state": "running", "pid": 1, "process_started": 1, "host": "a", "started": 1.0, "num_starts": 1}
+    write_json(files.status, status)
     for path, age_s in ((files.metrics, 9000), (files.worker(0), 9000), (files.status, 2)):
         os.utime(path, (NOW - age_s, NOW - age_s))
     reader = EvidenceReader(files)

@@ -34,6 +34,22 @@ _CHOICES: dict[str, dict[Scalar, dict[str, Content] | str]] = {
     "save_dataset_state": {True: {}, False: ", but every checkpoint contains the position in the data: remove it"},
     "save_strategy": {"no": {"checkpoints.save": False}, "steps": {}, "epoch": {"checkpoints.every_epochs": 1}},
 }
+# Names of other tools that are not accepted, as their meaning differs or is unclear: errors name the setting to use.
+SIMILAR = {
+    **dict.fromkeys(("batch_size", "train_batch_size"), "trainer.global_batch"),
+    **dict.fromkeys(("max_epochs", "num_epochs"), "trainer.epochs"),
+    **dict.fromkeys(("bf16", "fp16", "mixed_precision"), "trainer.precision"),
+    "lr": "trainer.learning_rate",
+    "gradient_clip_val": "trainer.max_grad_norm",
+    "accumulate_grad_batches": "trainer.gradient_accumulation_steps",
+    "log_every_n_steps": "trainer.log_every",
+    "val_check_interval": "trainer.eval_every",
+    "dataloader_num_workers": "trainer.readers",
+    "torch_compile": "trainer.compile",
+    "output_dir": "output",
+    "report_to": "loggers",
+    "resume_from_checkpoint": "checkpoints.resume",
+}
 # The aliases that each section accepts. docs/make_project_files.py documents them.
 _ALL = (*_RENAMED, *_CHOICES)
 ACCEPTED_IN = {"trainer": _ALL, "checkpoints": tuple(name for name in _ALL if name.startswith("save_"))}

@@ -90,14 +90,19 @@ def with_overrides(root: Node, overrides: Sequence[str]) -> Node:
     return root
 
 
-def substitute(root: Node, environment: Mapping[str, str]) -> Node:
-    """The tree without its `variables` section, every reference replaced by its value."""
+def substitute(root: Node, environment: Mapping[str, str], *, allow_unused: bool = False) -> Node:
+    """The tree without its `variables` section, every reference replaced by its value.
+
+    allow_unused: a variable of the command line that nothing refers to is no error.
+    """
     entries = dict(root.entries)
     declared = entries.pop(VARIABLES, Node({}, root.origin))
     if not isinstance(declared.content, dict):
         raise fail(declared.origin, f"{VARIABLES} is {found(declared)}: expected a mapping of names to values")
     substitution = _Substitution(declared.entries, environment)
     substituted = substitution.of(Node(entries, root.origin))
+    if not allow_unused:
+        substitution.check_given()
     if substitution.problems:
         raise ConfigError(substitution.problems)
     return substituted
@@ -114,6 +119,14 @@ class _Substitution:
             for name, node in variables.items()
             if not _NAME.fullmatch(name) or name == _ENVIRONMENT
         ]
+
+    def check_given(self) -> None:
+        """A variable of the command line that nothing refers to is a problem; not in files, which others extend."""
+        for name, node in self._variables.items():
+            if node.origin == COMMAND_LINE and name not in self._values:
+                hint = nearest(name, self._values) if self._values else "leave it out"
+                problem = f"{VARIABLES}.{name} has no effect, since nothing refers to ${{{name}}}: {hint}"
+                self.problems.append((node.origin, problem))
 
     def of(self, node: Node) -> Node:
         content = node.content

@@ -71,8 +71,7 @@ class Part:
         for name in path.split("."):
             if not hasattr(thing, name):
                 where = module_name if inspect.ismodule(thing) else getattr(thing, "__qualname__", type(thing).__name__)
-                names = [known for known in dir(thing) if not known.startswith("_")]
-                raise self.fail(f"{where} has no {name!r}: {nearest(name, names)}")
+                raise self.fail(f"{where} has no {name!r}: {nearest(name, _own_names(thing, module_name))}")
             thing = getattr(thing, name)
         return thing
 
@@ -131,6 +130,21 @@ class Part:
             if own.is_file() and imported is not None and own.resolve() != Path(imported).resolve():
                 raise self.fail(f"{package} is already imported from {imported}, not from {own}: rename it")
         return module
+
+
+def _own_names(thing: Any, module_name: str) -> list[str]:
+    """The public names in a module or a class, without modules and what was imported from other packages."""
+
+    def package(name: object) -> str:
+        return str(name).partition(".")[0]
+
+    names = []
+    for name in dir(thing):
+        value = inspect.getattr_static(thing, name, None)  # getattr() may import: lazy packages have thousands of names
+        is_own = package(getattr(value, "__module__", module_name)) == package(module_name)
+        if is_own and not inspect.ismodule(value) and not name.startswith("_"):
+            names.append(name)
+    return names
 
 
 def _built(value: Any) -> Any:

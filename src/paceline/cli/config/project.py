@@ -86,19 +86,22 @@ def load_project(
     overrides: Sequence[str] = (),
     environment: Mapping[str, str] = os.environ,
     folder: Path | None = None,
+    *,
+    allow_unused: bool = False,
 ) -> Project:
     """Read a project file and the files it extends. Raises `ConfigError` with all problems; imports no parts.
 
     overrides: settings such as "trainer.seed=3", with YAML values. They override all files.
     environment: the variables that `${env:NAME}` refers to.
     folder: what paths are relative to; default: the file's own.
+    allow_unused: variables among the overrides that nothing refers to are no error.
     """
     from paceline.cli.config.validate import Validation  # imports pydantic
 
     path = Path(path)
     folder = folder or path.absolute().parent  # the current folder may change before a part is built
     tree = with_overrides(read_layers(path, [*top_sections(), VARIABLES]), overrides)
-    tree, problems = translate_aliases(substitute(tree, environment))
+    tree, problems = translate_aliases(substitute(tree, environment, allow_unused=allow_unused))
     validation = Validation(folder, problems)
     settings = validation.validate(tree)
     if settings is None:

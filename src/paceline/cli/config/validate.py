@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pydantic
 
-from paceline.cli.config.aliases import ACCEPTED_IN
+from paceline.cli.config.aliases import ACCEPTED_IN, SIMILAR
 from paceline.cli.config.errors import Origin, Problem, nearest
 from paceline.cli.config.parts import Part, is_target, meant_target
 from paceline.cli.config.schema import ProjectSettings, describe, is_section, options_of, settings_of, top_sections
@@ -168,9 +168,9 @@ def _section(section: Any) -> Any:
 
 
 def _meant(name: str, section: str, settings: Mapping[str, Any]) -> str:
-    """The setting or alias of this name in another section, or the nearest name in this one."""
+    """The setting or alias of this name in another section or of another tool, or the nearest name in this one."""
     sections = [(key, settings_of(kind)) for key, kind in top_sections().items()]
     elsewhere = {inner: f"{key}.{inner}" for key, names in (*sections, *ACCEPTED_IN.items()) for inner in names}
-    elsewhere |= {key: key for key in settings_of(ProjectSettings)}
+    elsewhere |= SIMILAR | {key: key for key in settings_of(ProjectSettings)}
     known = (*settings, *ACCEPTED_IN.get(section, ()))
     return f"did you mean {elsewhere[name]}?" if name in elsewhere else nearest(name, known)

@@ -32,6 +32,8 @@ A run is "live", "finished", "stopped" (on request), "failed" (with an error),
 "crashed" (its process died without a report) or "unknown".
 """
 _PLOT_NOTE = f"{cli.RUN_NOTE}Without -o and -e, the plot is printed as text.\n"
+# Options of images and text plots.
+_OF_PLOTS = ("--metrics", "--loss-curves", "--x-axis", "--smooth", "--log-scale")
 _MARKDOWN_COLUMNS = (
     *(("run", "---"), ("state", "---"), ("steps", "---:"), ("trained", "---:"), ("loss", "---:"), ("lowest", "---:")),
     *(("evaluation", "---"), ("samples/s", "---:"), ("speed-up", "---:"), ("efficiency", "---:")),
@@ -176,6 +178,7 @@ def _plot(options: argparse.Namespace) -> None:
         image = runs[0].plots / f"{name}{'-compared' if len(runs) > 1 else ''}.png"
         image.parent.mkdir(exist_ok=True)
     if image is not None and image.suffix.lower() == ".html":
+        cli.refuse_ignored(options, _OF_PLOTS, "in a page, which has all metrics and these choices")
         _write_page(runs, image)
         if options.open:
             _open(image)
@@ -208,7 +211,7 @@ def _plot(options: argparse.Namespace) -> None:
 
 
 def _write_page(runs: Sequence[RunFiles], path: Path) -> None:
-    """The page of `paceline watch` in one file. It has all metrics, so the other options do not apply."""
+    """The page of `paceline watch` in one file."""
     from paceline.cli.watch.export import export_html
 
     chosen = [files.root.resolve() for files in runs]

@@ -14,7 +14,7 @@ from paceline.checkpoint.folders import complete_steps
 from paceline.cli.commands import CommandError
 from paceline.cli.logs.labels import run_labels
 from paceline.observe.events import read_world_changes
-from paceline.observe.metrics import Curve, Curves, read_curves
+from paceline.observe.metrics import WORKER_RATE, Curve, Curves, read_curves
 from paceline.observe.run_files import RunFiles
 from paceline.observe.summary import LOWER_IS_BETTER
 
@@ -109,7 +109,7 @@ def make_panels(
     log_scale: for the chosen metrics, by default for losses and the gradient norm, if all values are positive.
     """
     metrics = [_own_name(metric) for metric in metrics]
-    usual = ["loss", "eval/loss"] if only_loss else ["loss", "eval", "lr", "grad_norm", "samples_per_s"]
+    usual = ["loss", "eval/loss"] if only_loss else ["loss", "eval", "lr", "grad_norm", "samples_per_s", WORKER_RATE]
     needed = [*(metrics or usual), x_axis]
     loaded = [_read(files, needed, is_whole=smooth > 1) for files in runs]
     names = list(dict.fromkeys(name for curves in loaded for name in curves.names()))
@@ -216,7 +216,7 @@ def _lines(metric: str, names: Sequence[str], run: str | None, *, is_default: bo
         return [("loss", run or "training"), ("eval/loss", label("evaluation"))]
     if is_default and metric == "samples_per_s" and run is None:
         num_workers = sum(name.startswith("shares/") for name in names)
-        workers = [(f"{metric}@{rank}", f"worker {rank}") for rank in range(num_workers if num_workers > 1 else 0)]
+        workers = [(f"{WORKER_RATE}{rank}", f"worker {rank}") for rank in range(num_workers if num_workers > 1 else 0)]
         return [(metric, "all workers" if workers else "samples / s"), *workers]
     inner = [name.partition("/")[2] for name in names if name.startswith(f"{metric}/")]
     if not inner:

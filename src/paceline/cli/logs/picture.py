@@ -43,7 +43,7 @@ _STYLE: dict[Any, Any] = {
 def check_output(path: Path) -> None:
     """Check that an image can be drawn and written, before metrics are read."""
     if path.suffix.lower() not in FORMATS:
-        raise CommandError(f"{path}: choose a file name that ends in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+        raise CommandError(f"{path}: choose a file name that ends in {', '.join(FORMATS)} or .html")
     if not path.parent.is_dir():
         raise CommandError(f"{path}: there is no folder {path.parent}")
     try:

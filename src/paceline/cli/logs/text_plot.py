@@ -13,7 +13,9 @@ from paceline.observe.formats import printable
 
 HEIGHT = 12
 MIN_WIDTH = 30
-_MAX_LABEL = 28
+COLUMNS_PER_MARK = 2
+_MAX_LABEL = 36
+_LABEL_END = 20  # for what the line is, and its last value: "evaluation 0.04512"
 _ANSI_COLORS = (34, 33, 32, 35, 36, 31)
 # The bit of each dot in a braille character, by row and column.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
@@ -29,7 +31,7 @@ def text_plot(panel: Panel, width: int = 80, *, has_unicode: bool = True, has_co
     low, high = _range([one.y for one in series])
     ticks = {0: formats.loss(high), HEIGHT - 1: formats.loss(low)} if low < high else {HEIGHT // 2: formats.loss(low)}
     gutter = max(map(len, ticks.values()))
-    names = [shortened(printable(f"{one.label} {formats.loss(one.last)}"), _MAX_LABEL) for one in series]
+    names = [_name(one) for one in series]
     columns = width - gutter - 4 - max(map(len, names))
     if columns < MIN_WIDTH // 2:  # too narrow for labels
         names, columns = [], max(width - gutter - 3, 8)
@@ -44,7 +46,7 @@ def text_plot(panel: Panel, width: int = 80, *, has_unicode: bool = True, has_co
     drawn = _draw(series, across, down, columns, has_unicode)
     cells = [[colored(*drawn[i, j]) if (i, j) in drawn else " " for j in range(columns)] for i in range(HEIGHT)]
     corner, side, bar = "└│─" if has_unicode else "+|-"
-    begin, end_text = (f"{x:g}" for x in _range([one.x for one in series]))
+    begin, end_text = (f"{x:.0f}" if x.is_integer() else f"{x:.4g}" for x in _range([one.x for one in series]))
     middle = panel.x_label.center(max(columns - len(begin) - len(end_text), 0))
     return "\n".join(
         [
@@ -57,6 +59,12 @@ def text_plot(panel: Panel, width: int = 80, *, has_unicode: bool = True, has_co
             f"{'':>{gutter}}  {begin}{middle}{end_text}"[:width].rstrip(),
         ]
     )
+
+
+def _name(one: Series) -> str:
+    """The label and the last value. A long label is cut in the middle: its end says what the line is."""
+    name = printable(f"{one.label} {formats.loss(one.last)}")
+    return name if len(name) <= _MAX_LABEL else f"{shortened(name, _MAX_LABEL - _LABEL_END)}{name[-_LABEL_END:]}"
 
 
 def _range(parts: Sequence[Numbers]) -> tuple[float, float]:
@@ -83,12 +91,13 @@ def _draw(
     characters: dict[tuple[int, int], tuple[str, int]] = {}
     for one, x, y in zip(series, across, down, strict=True):
         finite = np.isfinite(one.y)
+        is_marked = one.is_sparse and finite.sum() * COLUMNS_PER_MARK <= columns  # many marks would hide other lines
         dot_columns = np.round(x[finite] * (columns * dots_across - 1)).astype(int)
-        for column, row in _dots(dot_columns, y[finite] * (HEIGHT * dots_down - 1), is_connected=not one.is_sparse):
+        for column, row in _dots(dot_columns, y[finite] * (HEIGHT * dots_down - 1), is_connected=not is_marked):
             cell = row // dots_down, column // dots_across
             bits[cell] = bits.get(cell, 0) | _DOTS[row % dots_down][column % dots_across]
             mark, dot = ("●", chr(0x2800 + bits[cell])) if has_unicode else ("o", "*")
-            bits[cell] |= 0x100 * one.is_sparse  # a mark stays
+            bits[cell] |= 0x100 * is_marked  # a mark stays
             characters[cell] = mark if bits[cell] >= 0x100 else dot, one.color
     return characters
 

@@ -6,11 +6,10 @@ import argparse
 import math
 import re
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.commands import add_command, integer
+from paceline.cli.commands import add_command, integer, is_given, refuse_ignored
 
 _NOTE = """\
 Trains some twenty steps on the devices of this machine, alone and together,
@@ -45,8 +44,8 @@ _OF_SIMULATE = ("--failures", "--noise", "--replace-after", "--trace", "--seed")
 
 
 def add_parser(commands: Any) -> None:
-    parser = add_command(commands, "plan", "predict how fast some hardware will train", _NOTE, examples=_EXAMPLES)
-    parser.set_defaults(run=partial(_run, parser))
+    summary = "predict how fast some hardware will train"
+    parser = add_command(commands, "plan", summary, _NOTE, examples=_EXAMPLES, run=_run)
     add = parser.add_argument
     add("config", nargs="?", type=Path, metavar="CONFIG", help="a project file; measured unless --profile is given")
     add("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="settings that override the file")
@@ -81,18 +80,14 @@ def add_parser(commands: Any) -> None:
     add("--json", action="store_true", help="print JSON")
 
 
-def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
     from paceline.cli.plan.command import run
 
-    def is_given(option: str) -> bool:
-        name = "run_folder" if option == "--run" else option[2:].replace("-", "_")
-        return bool(getattr(options, name) != parser.get_default(name))
-
     for option, useless in _USELESS_WITH.items():
-        for other in filter(is_given, useless if is_given(option) else ()):
-            parser.error(f"{other} would be ignored with {option}: leave one of them out")
-    for option in filter(is_given, () if is_given("--simulate") else _OF_SIMULATE):
-        parser.error(f"{option} would be ignored without --simulate: leave it out, or give --simulate TIME")
+        if is_given(options, option):
+            refuse_ignored(options, useless, f"with {option}")
+    if options.simulate is None:
+        refuse_ignored(options, _OF_SIMULATE, "without --simulate TIME")
     return run(options)
 
 

@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _own_profile(options: argparse.Namespace) -> Profile:
     if options.profile is not None:
-        if options.config is not None:
+        if options.config is not None or options.overrides:
             raise CommandError("CONFIG is to be measured, and --profile was measured before: give only one of them", 2)
         profile = _read_profile(options.profile)
     else:

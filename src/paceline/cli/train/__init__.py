@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.commands import add_command
+from paceline.cli.commands import add_command, integer
 
 _EXAMPLE = """\
 KEY=VALUE overrides a setting of the file, such as trainer.global_batch=64;
@@ -29,12 +29,12 @@ NEWEST = ""  # --resume without a name
 
 
 def add_parser(commands: Any) -> None:
-    parser = add_command(commands, "train", "train the model of a project file", _EXAMPLE)
+    parser = add_command(commands, "train", "train the model of a project file", _EXAMPLE, run=_run)
     what = "a project file; a resumed run has its own"
     parser.add_argument("config", nargs="?", type=Path, metavar="CONFIG", help=what)
     parser.add_argument("overrides", nargs="*", default=[], metavar="KEY=VALUE", help="settings that override the file")
     parser.add_argument("-d", "--devices", metavar="A,B", help="numbers of the GPUs to use, or cpu (default: all)")
-    parser.add_argument("--workers", type=int, metavar="N", help="worker processes (default: one per device)")
+    parser.add_argument("--workers", type=integer(1), metavar="N", help="worker processes (default: one per device)")
     parser.add_argument(
         "--resume",
         nargs="?",
@@ -50,7 +50,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--run-folder", type=Path, metavar="DIR", help="folder of the run (default: in OUTPUT)")
     parser.add_argument("--dry-run", action="store_true", help="build everything and try one micro-batch, then exit")
     parser.add_argument("-q", "--quiet", action="store_true", help="show errors only, no progress")
-    parser.set_defaults(run=_run)
 
 
 def _run(options: argparse.Namespace) -> int:

@@ -41,7 +41,7 @@ LIVE_FILE = "progress"
 
 def run(options: argparse.Namespace) -> int:
     try:
-        _sort_arguments(options)
+        _sort_resume(options)
         request = _request(options)
     except (CommandError, ValueError) as error:
         return _report(error, 2)
@@ -66,18 +66,14 @@ def run(options: argparse.Namespace) -> int:
         return _report(reason, 2)
 
 
-def _sort_arguments(options: argparse.Namespace) -> None:
-    """Give each word its meaning: argparse takes any word after --resume for a run, and the first one for CONFIG."""
+def _sort_resume(options: argparse.Namespace) -> None:
+    """Give the word after --resume its meaning: argparse takes any for a run."""
     if options.resume not in (None, NEWEST) and not Path(options.resume).is_dir():
         if "=" in options.resume:  # `--resume KEY=VALUE`
             options.overrides.insert(0, options.resume)
             options.resume = NEWEST
         elif options.config is None and Path(options.resume).is_file():  # `--resume CONFIG`
             options.config, options.resume = Path(options.resume), NEWEST
-    is_setting = options.config is not None and "=" in str(options.config) and not options.config.exists()
-    if options.resume is not None and is_setting:  # `--resume RUN KEY=VALUE`
-        options.overrides.insert(0, str(options.config))
-        options.config = None
     if options.config is None and options.resume is None:
         raise CommandError("CONFIG is missing: give a project file, or a run with --resume")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -15,7 +16,17 @@ from paceline.cli import commands as cli
 from paceline.cli.config import Project, trainer_setup
 from paceline.cli.config.schema import ProjectSettings
 from paceline.cli.train.user_errors import reporting_project_errors
-from paceline.cli.train.worker import check_imports, evaluated, loss_function, make_trainer
+from paceline.cli.train.worker import (
+    EARLY_STOPPING,
+    KEEP_BEST,
+    check_imports,
+    evaluated,
+    loss_function,
+    make_trainer,
+    metric_of,
+    metrics_function,
+    named_metrics,
+)
 from paceline.core.world import devices
 from paceline.observe import formats
 from paceline.plan.shares import shares
@@ -31,10 +42,11 @@ def dry_run(project: Project, num_workers: int) -> int:
     settings = project.settings
     with reporting_project_errors():
         check_imports(project)
-        _, num_evaluated = evaluated(project)
+        evaluation_data, num_evaluated = evaluated(project)
         trainer = make_trainer(settings, project.data("train"), trainer_arguments(project))
     with trainer:
         with reporting_project_errors():
+            metrics = {} if evaluation_data is None else _try_evaluation(trainer, settings, evaluation_data)
             loss, seconds = _try(trainer, settings)
         model: Any = trainer.unwrapped_model
         count = sum(parameter.numel() for parameter in model.parameters())
@@ -46,6 +58,7 @@ def dry_run(project: Project, num_workers: int) -> int:
             "memory": _memory(trainer, num_workers),
             "disk": _disk(trainer, project),
             "loss": f"{loss:.4g} on the first micro-batch",
+            **{f"eval/{name}": f"{float(value):.4g} on the first micro-batch" for name, value in metrics.items()},
         }
     cli.print_fields(fields)
     return 0
@@ -63,6 +76,30 @@ def trainer_arguments(project: Project) -> dict[str, Any]:
     if isinstance(optimization.shard_by, tuple):
         arguments["optimization"] = replace(optimization, shard_by="auto")
     return arguments
+
+
+class _TriedError(Exception):
+    """Ends an evaluation."""
+
+
+def _try_evaluation(trainer: Trainer, settings: ProjectSettings, data: Any) -> dict[str, Any]:
+    """The metrics of the first micro-batch. Settings that name a metric must name one of them."""
+    function, found = metrics_function(trainer, settings), dict[str, Any]()
+
+    def once(model: Any, batch: Any) -> Any:
+        if found:
+            raise _TriedError  # in the second micro-batch: what was returned for the first one has been checked
+        values = function(model, batch)
+        found.update(named_metrics(values))
+        return values
+
+    with suppress(_TriedError):
+        trainer.evaluate(data, once, collate_fn=settings.data.collate and settings.data.collate.build())
+    if settings.checkpoints.save and settings.checkpoints.keep_best is not None:
+        metric_of(found, settings.checkpoints.keep_best.metric, KEEP_BEST)
+    if settings.trainer.early_stopping is not None:
+        metric_of(found, settings.trainer.early_stopping.metric, EARLY_STOPPING)
+    return found
 
 
 def _try(trainer: Trainer, settings: ProjectSettings) -> tuple[float, float]:
@@ -132,13 +169,14 @@ def _disk(trainer: Trainer, project: Project) -> str:
     saving = project.settings.checkpoints
     if not saving.save:
         return "the run is not saved"
-    size = 3 * sum(p.nbytes for p in trainer.model.parameters())  # Adam keeps two numbers per parameter
+    num_bytes = 3 * sum(p.nbytes for p in trainer.model.parameters())  # Adam keeps two numbers per parameter
     own = Path(project.settings.output) if saving.folder is None else project.folder / saving.folder
     folder = nearest_existing(own)
     free = shutil.disk_usage(folder).free
     kept = "all are kept" if saving.keep_last is None else f"{saving.keep_last} are kept"
-    warning = "" if size * (saving.keep_last or 1) < free else "  NOT ENOUGH"
-    return f"about {cli.size(size)} per checkpoint with Adam, {kept}; {cli.size(free)} free in {folder}{warning}"
+    warning = "" if num_bytes * (saving.keep_last or 1) < free else "  NOT ENOUGH"
+    size = f"about {formats.size(num_bytes)} per checkpoint with Adam, {kept}"
+    return f"{size}; {formats.size(free)} free in {folder}{warning}"
 
 
 def nearest_existing(path: Path) -> Path:

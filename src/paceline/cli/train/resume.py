@@ -65,7 +65,8 @@ def own_project(files: RunFiles, overrides: Sequence[str], given: Path | None) -
     path = Path(recorded) if given is None and isinstance(recorded, str) else given
     if path is None:
         raise CommandError(f"{files.root.name} does not name its project: give its CONFIG too", 2)
-    return replace(load_project(files.config, overrides, folder=path.absolute().parent), path=path.absolute())
+    path, is_given = path.absolute(), given is not None  # then its file has the variables, and the run's has none
+    return replace(load_project(files.config, overrides, folder=path.parent, allow_unused=is_given), path=path)
 
 
 def differences(before: Project, now: Project, given: Project | None) -> Iterator[str]:

@@ -30,6 +30,9 @@ from paceline.run.evaluation.evaluate import preserved_modes
 from paceline.run.monitor import MainMonitor
 from paceline.run.step.record import StepRecord
 
+# Settings that name a metric.
+KEEP_BEST, EARLY_STOPPING = "checkpoints.keep_best.metric", "trainer.early_stopping.metric"
+
 
 @dataclass(frozen=True)
 class RunRequest:
@@ -53,6 +56,9 @@ def train(request: RunRequest) -> None:
     with ExitStack() as stack:
         with reporting_project_errors():
             trainer, monitor, evaluate_last = _prepare(request, stack)
+        total = trainer.run.total_steps(settings.trainer.epochs, settings.trainer.max_steps)
+        if request.is_resumed and total is not None and trainer.position.step >= total:
+            monitor.note(f"all {total} steps are done: to train longer, raise trainer.epochs or trainer.max_steps")
         loss_of = loss_function(settings)
         step = trainer.step_with(lambda batch: loss_of(trainer.model, batch))
         for epoch in trainer.epochs(settings.trainer.epochs, max_steps=settings.trainer.max_steps):
@@ -179,7 +185,7 @@ def _evaluate_periodically(
 
     The returned function evaluates the last step, unless that was done.
     """
-    function = loss_function(settings) if settings.metrics is None else settings.metrics.as_function()
+    function = metrics_function(trainer, settings)
     collate = settings.data.collate and settings.data.collate.build()
     best = settings.checkpoints.keep_best if settings.checkpoints.save else None
     stopping = settings.trainer.early_stopping or schema.EarlyStopping()
@@ -188,21 +194,16 @@ def _evaluate_periodically(
         trainer.register("early_stopping", rule)
     last_step = trainer.position.step
 
-    def in_precision(model: Any, batch: Any) -> Any:
-        with trainer.autocast():
-            return function(model, batch)
-
     def evaluate(_: Any = None) -> None:
         nonlocal last_step
         last_step = trainer.position.step
-        found = trainer.evaluate(data, in_precision, collate_fn=collate)
-        values = found if isinstance(found, dict) else {"loss": found}
+        values = named_metrics(trainer.evaluate(data, function, collate_fn=collate))
         monitor.after_evaluation(last_step, values)
         if best is not None:
-            trainer.save({best.metric: _metric(values, best.metric, "checkpoints.keep_best.metric")})
+            trainer.save({best.metric: metric_of(values, best.metric, KEEP_BEST)})
         if settings.trainer.early_stopping is None:
             return
-        if rule.is_over(_metric(values, stopping.metric, "trainer.early_stopping.metric")):
+        if rule.is_over(metric_of(values, stopping.metric, EARLY_STOPPING)):
             count = f"{stopping.patience} evaluations"
             monitor.note(f"{stopping.metric} did not improve in {count}: the run ends here")
             trainer.end()
@@ -214,7 +215,23 @@ def _evaluate_periodically(
     return lambda: evaluate() if trainer.position.step > last_step else None
 
 
-def _metric(values: dict[str, float], name: str, key: str) -> float:
+def metrics_function(trainer: Trainer, settings: ProjectSettings) -> Callable[[Any, Any], Any]:
+    """Evaluates a batch: the project's metrics, or its loss."""
+    function = loss_function(settings) if settings.metrics is None else settings.metrics.as_function()
+
+    def in_precision(model: Any, batch: Any) -> Any:
+        with trainer.autocast():
+            return function(model, batch)
+
+    return in_precision
+
+
+def named_metrics(found: Any) -> dict[str, Any]:
+    return found if isinstance(found, dict) else {"loss": found}
+
+
+def metric_of(values: dict[str, float], name: str, key: str) -> float:
+    """The metric that a setting names."""
     if name not in values:
         raise UserFacingError(f"{key}={name} is not a metric of the evaluation: choose from {', '.join(values)}")
     return values[name]

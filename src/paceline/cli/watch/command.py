@@ -94,6 +94,7 @@ def _selection(options: argparse.Namespace) -> tuple[Path, list[Path] | None]:
 def _export(options: argparse.Namespace) -> None:
     from paceline.cli.watch.export import export_html
 
+    cli.refuse_ignored(options, ("--port", "--host", "--open"), "with --export")
     if not options.named:
         options.named = [str(cli.choose_run(None, options.runs).root)]
     options.export.write_text(export_html(*_selection(options)), encoding="utf-8")

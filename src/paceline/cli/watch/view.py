@@ -18,7 +18,7 @@ from paceline.cli.watch.verdicts import verdicts_of
 from paceline.observe import formats
 from paceline.observe.events import event_text
 from paceline.observe.json_lines import LineReader, is_count, is_number, number_or_none, parse_lines
-from paceline.observe.metrics import flat_items
+from paceline.observe.metrics import flat_items, is_step
 from paceline.observe.rates import LANES
 from paceline.observe.run_files import process_started
 from paceline.observe.verdicts.read import WorkerFile
@@ -112,7 +112,7 @@ def _head_names(path: Path, inode: int, num_bytes: int) -> dict[str, None]:  # n
     seen: set[str] = set()
     names: dict[str, None] = {}
     for record in parse_lines((read_bytes(path, num_bytes) or b"").split(b"\n")[:-1]):
-        if isinstance(record, dict) and not seen.issuperset(record):
+        if is_step(record) and not seen.issuperset(record):
             seen.update(record)
             names |= dict.fromkeys(name for name, _ in flat_items(record) if name != "step")
     return names

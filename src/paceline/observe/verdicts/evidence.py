@@ -109,9 +109,9 @@ class Evidence:
 
     state, reason: as `paceline logs list` shows them. lines: the newest, in order. is_whole: whether they begin with
     the run's first line. first_loss: of the run's first line. world_event: the newest one. silent_s: since the last
-    line was written, or since the run was started again. is_starting: it was, and has written fewer than `MIN_LINES`
-    lines since. settings: by flat name, such as "trainer.readers". host_memory_bytes, host_memory_total_bytes, cores:
-    of the first worker's host.
+    line was written, or since the run was started again; None without a status or a line. is_starting: it was, and has
+    written fewer than `MIN_LINES` lines since. settings: by flat name, such as "trainer.readers". host_memory_bytes,
+    host_memory_total_bytes, cores: of the first worker's host.
     """
 
     state: str = "live"

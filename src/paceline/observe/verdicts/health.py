@@ -34,8 +34,11 @@ def ended(evidence: Evidence, _: Limits) -> Iterator[Verdict]:
 
 
 def stalled(evidence: Evidence, limits: Limits) -> Iterator[Verdict]:
-    """A single worker has stalled, or there was no line of metrics for longer than usual."""
-    if evidence.state != "live" or evidence.silent_s is None:
+    """A single worker has stalled, or there was no line of metrics for longer than usual.
+
+    A run on another host that has not written for long is "unknown": it has stalled, or its host is lost.
+    """
+    if evidence.state not in ("live", "unknown") or evidence.silent_s is None:
         return
     intervals = [line.seconds for line in evidence.lines[-50:] if line.seconds]
     usual_s, step = max(intervals, default=0.0), _last_step(evidence)

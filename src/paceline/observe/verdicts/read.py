@@ -70,7 +70,7 @@ class EvidenceReader:
                 _facts(*found[rank], now, started) if rank in found else WorkerFacts()
                 for rank in range(max(found, default=-1) + 1)
             ],
-            silent_s=max(now - max(written, started), 0.0) if written else None,
+            silent_s=max(now - max(written, started), 0.0) if written and status else None,
             is_starting=started > written or self._lines.num_since_resume < MIN_LINES,
             settings=unchanged(read_settings, files.config),
             host_memory_bytes=number_or_none(leader.get("host_memory")),

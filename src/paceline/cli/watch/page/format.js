@@ -73,20 +73,21 @@ export function percent(value) {
 export function bytes(value) {
   if (!isNumber(value)) return MISSING;
   for (const [limit, unit] of PREFIXES)
-    if (value >= limit) return `${(value / limit).toPrecision(3)} ${unit}B`;
+    // 999.6 kB has four digits, or three as 1.00 MB.
+    if (value >= 0.9995 * limit) return `${(value / limit).toPrecision(3)} ${unit}B`;
   return `${Math.round(value)} B`;
 }
 
 export function rate(value, what = "samples") {
   if (!isNumber(value)) return MISSING;
-  const [scaled, unit] = value >= 1e6 ? [value / 1e6, "M"] : value >= 1e4 ? [value / 1e3, "k"] : [value, ""];
+  const [scaled, unit] = value >= 0.9995e6 ? [value / 1e6, "M"] : value >= 1e4 ? [value / 1e3, "k"] : [value, ""];
   return `${grouped.format(Number(scaled.toPrecision(3)))}${unit} ${what}/s`;
 }
 
 export function duration(seconds) {
   if (!isNumber(seconds)) return MISSING;
-  if (seconds < 1) return `${Math.round(seconds * 1e3)} ms`;
-  if (seconds < 10) return `${seconds.toFixed(1)} s`;
+  if (seconds < 0.9995) return `${Math.round(seconds * 1e3)} ms`;
+  if (seconds < 9.95) return `${seconds.toFixed(1)} s`;
   const s = Math.round(seconds);
   if (s < 60) return `${s} s`;
   if (s < 3600) return `${Math.floor(s / 60)} min ${s % 60} s`;

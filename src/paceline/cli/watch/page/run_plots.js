@@ -40,7 +40,9 @@ export const looksOfPlot = name => ({
 const LEAD = ["efficiency", "samples_per_s"];
 /** First these, then the others by name. */
 const ORDER = ["loss", "efficiency", "samples_per_s", "lr", "grad_norm", "speeds", "shares", "tokens_per_s"];
-const NEVER_SMOOTHED = new Set(["lr", "shares", "epoch"]);
+const NEVER_SMOOTHED = new Set(["lr", "shares"]);
+/** The weight of the past in the curve of a metric. */
+export const smoothingOf = (name, board) => (NEVER_SMOOTHED.has(name) ? 0 : board.smoothing);
 
 /** lead: the node with the plots above the lanes; others: the node with all others. */
 export class RunPlots {
@@ -100,7 +102,7 @@ export class RunPlots {
 
   #lines(group) {
     const {axis} = this.board,
-      smoothing = NEVER_SMOOTHED.has(group) ? 0 : this.board.smoothing;
+      smoothing = smoothingOf(group, this.board);
     const range = this.board.isWhole ? null : this.board.range().map(x => this.curves.stepAt(x, axis));
     const line = (name, label, index, more = {}) => ({
       key: name,

@@ -7,7 +7,7 @@ import {button, el, retain, section, setText, showList} from "./dom.js";
 import {curveColor, curveDash} from "./palette.js";
 import {Panel} from "./panel.js";
 import {FIRST_REFINEMENT_MS, MAX_REFINEMENT_MS} from "./run_page.js";
-import {looksOfPlot, titleOf} from "./run_plots.js";
+import {looksOfPlot, smoothingOf, titleOf} from "./run_plots.js";
 import {RunsTable} from "./runs_table.js";
 import {Tools} from "./tools.js";
 
@@ -207,16 +207,16 @@ export class RunsPage {
   }
 
   #lines(name) {
-    const {axis, smoothing} = this.board,
+    const {axis} = this.board,
+      isMarked = name.startsWith("eval/"),
+      smoothing = isMarked ? 0 : smoothingOf(name, this.board),
       lines = [];
     this.#picked().forEach((id, i) => {
-      const curves = this.#curves.get(id),
-        isMarked = name.startsWith("eval/");
+      const curves = this.#curves.get(id);
       if (!curves?.has(name)) return;
       const line = {key: id, label: this.#rows.get(id).name, color: curveColor(i), dash: curveDash(i), isMarked};
-      if (smoothing && !isMarked)
-        lines.push({...line, key: `${id} raw`, isFaint: true, series: curves.series(name, axis)});
-      lines.push({...line, series: curves.series(name, axis, isMarked ? 0 : smoothing)});
+      if (smoothing) lines.push({...line, key: `${id} raw`, isFaint: true, series: curves.series(name, axis)});
+      lines.push({...line, series: curves.series(name, axis, smoothing)});
     });
     return lines;
   }

@@ -21,7 +21,7 @@ const COLUMNS = [
   ["time", "trained", run => run.time_s, run => duration(run.time_s)],
   ["started", "started", run => run.started, run => moment(run.started).slice(0, 16)],
 ];
-const STATES = ["live", "finished", "stopped", "failed", "crashed"].map(state => [state, state]);
+const STATES = ["live", "finished", "stopped", "failed", "crashed", "unknown"].map(state => [state, state]);
 
 export class RunsTable {
   #limit = PAGE_ROWS;

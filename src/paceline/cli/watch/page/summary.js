@@ -105,15 +105,7 @@ export class RunSummary {
     setStyle(this.bar, "transform", `scaleX(${part})`);
     this.progress.setAttribute("aria-valuenow", String(Math.round(100 * part)));
     this.#set("step", count(run.step), run.total_steps ? `of ${count(run.total_steps)} · ${percent(part)}` : "");
-    this.#set(
-      "left",
-      run.state === "live" ? duration(run.eta_s) : run.ended ? "ended" : MISSING,
-      run.state === "live" && run.eta_s !== null
-        ? `until ${moment(run.now + run.eta_s).slice(11, 16)}`
-        : run.ended
-          ? moment(run.ended)
-          : ""
-    );
+    this.#set("left", ...timeLeft(run));
     const evaluation = run.evaluation.find(([name]) => name === "eval/loss");
     this.#set("loss", num(run.loss), evaluation ? `evaluation ${num(evaluation[1])}` : "");
     const samples = rate(run.samples_per_s).split(" ");
@@ -192,6 +184,13 @@ export class RunSummary {
       }
     );
   }
+}
+
+/** The remaining time, and a note: a value and its note. A run of unknown state may go on. */
+function timeLeft({state, now, eta_s, ended}) {
+  if (state === "live") return [duration(eta_s), eta_s === null ? "" : `until ${moment(now + eta_s).slice(11, 16)}`];
+  if (state === "unknown") return [MISSING, ended ? `last write ${moment(ended)}` : ""];
+  return ended ? ["ended", moment(ended)] : [MISSING, ""];
 }
 
 /** The figures that a verdict rests on, in words. Those that are not here are shown by name, with the unit in it. */
