@@ -358,15 +358,16 @@ def test_a_damaged_checkpoint_does_not_push_out_an_intact_one(tmp_path: Path) ->
     assert complete_steps(tmp_path) == [1, 2, 3]
 
 
-def test_an_error_after_saving_is_reported_as_one_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_after_saving_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def unreadable(root: Path) -> list[int]:
         raise OSError(errno.ESTALE, "Stale file handle", str(root))
 
     monkeypatch.setattr("paceline.checkpoint.writer.complete_steps", unreadable)
     with closing(AsyncWriter(tmp_path, retention=Retention(last=1))) as writer:
         writer.save(*job(1))
-        error = settled(writer).poll()
-    assert f"step 1 was saved, but outdated ones could not be deleted: Stale file handle ({tmp_path})" in str(error)
+    assert f"step 1 was saved, but outdated ones could not be deleted: Stale file handle ({tmp_path})" in caplog.text
     assert complete_steps(tmp_path) == [1]
 
 

@@ -356,6 +356,7 @@ def _flaw(final: Path) -> str:
 
 
 def _delete_unneeded(root: Path, just_written: int, retention: Retention) -> None:
+    """A failure is a warning: the run can continue, and on NFS it is normal while a process has one of them open."""
     if retention == Retention():
         return
     saved, what = {}, "outdated ones"
@@ -364,12 +365,11 @@ def _delete_unneeded(root: Path, just_written: int, retention: Retention) -> Non
             with suppress(CheckpointError):
                 saved[step] = inspect(step_folder(root, step)).metrics
         for step in steps_to_delete(saved, just_written, retention):
-            what = f"the outdated {step_folder(root, step)}"
+            what = str(step_folder(root, step))
             delete(step_folder(root, step))
     except OSError as error:
-        raise CheckpointError(
-            f"the checkpoint of step {just_written} was saved, but {what} could not be deleted: {cause_of(error)}"
-        ) from error
+        text = "the checkpoint of step %d was saved, but %s could not be deleted: %s"
+        logger.warning(text, just_written, what, cause_of(error))
 
 
 def _not_saved(root: Path, step: int, error: OSError | CheckpointError) -> str:
