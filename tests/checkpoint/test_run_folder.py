@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import shutil
@@ -168,6 +169,20 @@ def test_a_second_writer_is_kept_out_and_told_who_is_there(tmp_path: Path) -> No
         run_lock(tmp_path).__enter__()
     with run_lock(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_a_warning(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as Lustre mounted without `flock`, where no user can choose another folder."""
+
+    def unsupported(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    with run_lock(tmp_path):
+        assert f"the file system of {tmp_path} has no locks: start no second run in this folder" in caplog.text
 
 
 def hold(folder: Path, connection: Connection) -> None:

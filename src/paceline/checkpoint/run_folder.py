@@ -8,6 +8,7 @@ others.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import logging
@@ -55,7 +56,8 @@ def run_lock(folder: Path, *, timeout_s: float = 0.0) -> Iterator[None]:
 
     The kernel releases the lock when the process ends, so a crash leaves no stale lock. Between machines it works where
     the shared file system forwards `flock`, as NFS (version 4, or 3 with its lock service) and Lustre mounted with
-    `flock` do. With `localflock`, and on some FUSE file systems, it only excludes processes of the same machine.
+    `flock` do. With `localflock`, and on some FUSE file systems, it only excludes processes of the same machine. Where
+    there are no locks at all, as on Lustre by default, a warning says so.
     """
     deadline = monotonic() + timeout_s
     with FileIO(os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+") as file:
@@ -70,6 +72,11 @@ def run_lock(folder: Path, *, timeout_s: float = 0.0) -> Iterator[None]:
                         f"{folder} is in use by {holder}: wait until that run has ended, stop it, or choose another "
                         "folder"
                     ) from None
+            except OSError as error:
+                if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):
+                    raise
+                logger.warning("the file system of %s has no locks: start no second run in this folder", folder)
+                break
             sleep(_POLL_S)
         since = datetime.now().astimezone().isoformat(timespec="seconds")
         file.truncate(0)
