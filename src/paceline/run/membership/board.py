@@ -11,6 +11,8 @@ Imports no torch, for launchers.
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 
@@ -80,6 +82,15 @@ class Row:
         words[_TICKS] += 1
         words[_ACTIVITY] = activity
         return before
+
+    @contextmanager
+    def during(self, activity: int) -> Iterator[None]:
+        """Do something else for a while."""
+        before = self.enter(activity)
+        try:
+            yield
+        finally:
+            self.enter(before)
 
     def note_steps(self, num_steps: int) -> None:
         self._words[_STEPS] = num_steps

@@ -124,20 +124,19 @@ class Rejoining:
         """Run a collective operation outside of steps, and repeat it if a loss interrupts it. Returns its result."""
         if self._is_operating or not self._communicator.can_recover:
             return operation()
-        self._is_operating = True
-        before, number = self._row.enter(Activity.ELSEWHERE), self._num_operations
+        self._is_operating, number = True, self._num_operations
         try:
-            while self._num_operations == number:
-                try:
-                    self._result = operation()
-                    self._num_operations += 1
-                except (GenerationEnded, CommunicationError) as error:
-                    self.rejoin(error)
+            with self._row.during(Activity.ELSEWHERE):
+                while self._num_operations == number:
+                    try:
+                        self._result = operation()
+                        self._num_operations += 1
+                    except (GenerationEnded, CommunicationError) as error:
+                        self.rejoin(error)
             result: T = self._result
             return result
         finally:
             self._is_operating = False
-            self._row.enter(before)
 
     def broadcast(self, value: Any, source: int) -> Any:
         """The value of the worker with rank `source` at the call. Its rank may change before the value is sent."""
