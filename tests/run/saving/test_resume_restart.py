@@ -157,3 +157,16 @@ def test_torchrun_restarts_the_group_and_passes_a_signal_on(tmp_path: Path) -> N
 def test_a_bad_number_of_restarts_is_named(max_restarts: object) -> None:
     with pytest.raises(ValueError, match=f"max_restarts={max_restarts!r}: choose an integer >= 0"):
         pl.launch(print, 2, max_restarts=max_restarts)  # type: ignore[arg-type]
+def test_the_first_restart_of_every_launch_is_unconditional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun gives launches the same name, unless the user does."""
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
+    for restart in (1, 1, 2):
+        for name, value in {**environment, "TORCHELASTIC_RESTART_COUNT": str(restart)}.items():
+            monkeypatch.setenv(name, value)
+        if restart == 1:
+            setup(tmp_path / "run").close()
+        else:
+            with pytest.raises(pl.errors.NoProgressError, match="the workers were restarted at step 0"):
+                setup(tmp_path / "run")
+
+
