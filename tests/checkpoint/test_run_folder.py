@@ -84,6 +84,20 @@ def test_snapshots_are_found_beside_checkpoints_and_those_of_an_earlier_run_are_
         folder.remove_memory()
 
 
+def test_memory_that_cannot_be_written_to_is_named_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(folder: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
+
+    monkeypatch.setattr("paceline.checkpoint.run_folder.private_folder", read_only)
+    folder = opened(tmp_path, with_memory=True)
+    message = f"^snapshots cannot be kept in /dev/shm: Read-only file system .{folder.memory}.; set snapshot_every=None$"
+    with pytest.raises(CheckpointError, match=message):
+        folder.make_memory()
+    folder.close()
+
+
 def test_a_snapshot_is_hidden_before_it_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = opened(tmp_path, with_memory=True)
     folder.make_memory()

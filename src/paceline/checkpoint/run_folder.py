@@ -197,8 +197,13 @@ class RunFolder:
     def make_memory(self) -> None:
         """Create the folder for snapshots. Called by every worker; returns when it exists."""
         with raising_on_all_workers(self._communicator):
-            if self._owns_memory:
-                private_folder(self.memory)
+            try:
+                if self._owns_memory:
+                    private_folder(self.memory)
+            except OSError as error:
+                raise CheckpointError(
+                    f"snapshots cannot be kept in {MEMORY}: {cause_of(error)}; set snapshot_every=None"
+                ) from error
 
     def found(self) -> list[Path]:
         """The checkpoints and snapshots that this worker sees."""

@@ -8,17 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_runs import Case, Death, Points, check, expected, launch, loop, loss_of, setup
-from waiting import wait_until
+from elastic_runs import Case, Death, Points, check, expected, launch, loss_of
 
 import paceline as pl
 from paceline.checkpoint import writer
 from paceline.checkpoint.folders import complete_steps, step_folder
-from paceline.checkpoint.manifest import MANIFEST_NAME
 from paceline.checkpoint.reader import Checkpoint
 from paceline.checkpoint.run_folder import MEMORY
-from paceline.run.membership.board import Activity
-from paceline.run.membership.member import Membership
 
 
 def train(here: Points, trainer: pl.Trainer, num_epochs: int = 2) -> None:
@@ -97,26 +93,3 @@ def _load_all(checkpoint: Checkpoint) -> None:
     for name in checkpoint.manifest.contents.components:
         for part in checkpoint.parts(name):
             checkpoint.load(name, part)
-
-
-def test_waiting_for_a_slow_disk_is_no_stall(tmp_path: Path) -> None:
-    """The second save waits for the first one, which is written as soon as the agent limits the wait no longer."""
-
-    def main() -> None:
-        membership = Membership.from_environment()
-        assert membership is not None
-        write_file = writer.write_file
-
-        def slow(path: Path, *args: Any, **keywords: Any) -> Any:
-            if path.name == MANIFEST_NAME and "step-00000001" in path.parent.name:
-                wait_until(lambda: membership.row.activity is Activity.ELSEWHERE)
-            return write_file(path, *args, **keywords)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(writer, "write_file", slow)
-            case = Case((), {"checkpoints": pl.Checkpoints(tmp_path, every_steps=1)})
-            with setup(case) as trainer:  # without hooks, which the agent does not limit either
-                loop(Points(()), trainer, 1)
-
-    pl.launch(main, 1, min_workers=1)
-    assert complete_steps(tmp_path) == [1, 2, 3]

@@ -124,15 +124,15 @@ class Rejoining:
         """Run a collective operation outside of steps, and repeat it if a loss interrupts it. Returns its result."""
         if self._is_operating or not self._communicator.can_recover:
             return operation()
+        self._row.enter(Activity.ELSEWHERE)
         self._is_operating, number = True, self._num_operations
         try:
-            with self._row.during(Activity.ELSEWHERE):
-                while self._num_operations == number:
-                    try:
-                        self._result = operation()
-                        self._num_operations += 1
-                    except (GenerationEnded, CommunicationError) as error:
-                        self.rejoin(error)
+            while self._num_operations == number:
+                try:
+                    self._result = operation()
+                    self._num_operations += 1
+                except (GenerationEnded, CommunicationError) as error:
+                    self.rejoin(error)
             result: T = self._result
             return result
         finally:

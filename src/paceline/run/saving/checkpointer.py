@@ -31,7 +31,6 @@ from paceline.core.private_folder import private_folder
 from paceline.observe.formats import short_path
 from paceline.observe.timeline.recorder import Recorder
 from paceline.plan.epoch import Position
-from paceline.run.membership.board import Activity
 from paceline.run.membership.communicator import ElasticCommunicator
 from paceline.run.saving.options import DEFAULT_MINUTES, Checkpoints
 from paceline.run.saving.resuming import OWN, Resumption, load_weights
@@ -489,11 +488,7 @@ class Checkpointer:
 
     def _outcome(self, writer: AsyncWriter, *, wait: bool = False) -> CheckpointError | None:
         """See `AsyncWriter.poll`. Raises CommunicationError if the save failed because a worker was lost."""
-        communicator = self._run.communicator
-        with ExitStack() as stack:
-            if wait and isinstance(communicator, ElasticCommunicator):  # a slow disk is not a stalled worker
-                stack.enter_context(communicator.membership.row.during(Activity.ELSEWHERE))
-            error = writer.poll(wait=wait)
+        error = writer.poll(wait=wait)
         if error is not None and writer.is_abandoned:
             raise CommunicationError(f"a worker was lost while a checkpoint was written: {error}")
         return error
