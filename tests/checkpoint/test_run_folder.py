@@ -54,6 +54,23 @@ def test_the_next_owner_waits_for_the_lock_of_a_host_that_was_lost(
     folder.close()
 
 
+def test_a_new_start_waits_for_the_lock_of_another_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job whose host was lost is often started again on another one within seconds."""
+    monkeypatch.setattr("paceline.checkpoint.run_folder.LOCK_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("socket.gethostname", lambda: "node-1")
+    with ExitStack() as lost:
+        lost.enter_context(run_lock(tmp_path))
+        monkeypatch.setattr("socket.gethostname", lambda: "node-2")
+        monkeypatch.setattr("paceline.checkpoint.run_folder.sleep", lambda _: lost.close())
+        opened(tmp_path).close()
+    err = capsys.readouterr().err
+    assert f"{tmp_path} is in use by process {os.getpid()} on node-1 since " in err
+    assert err.endswith(": waiting up to 180 s, in case that host is down\n")
+    assert (tmp_path / ".lock").read_bytes().startswith(f"process {os.getpid()} on node-2 since ".encode())
+
+
 def test_the_identifier_stays_with_the_folder_and_a_damaged_one_is_made_anew(tmp_path: Path) -> None:
     first = opened(tmp_path)
     first.close()
