@@ -109,7 +109,9 @@ def test_memory_that_cannot_be_written_to_is_named_with_the_remedy(
 
     monkeypatch.setattr("paceline.checkpoint.run_folder.private_folder", read_only)
     folder = opened(tmp_path, with_memory=True)
-    message = f"^snapshots cannot be kept in /dev/shm: Read-only file system .{folder.memory}.; set snapshot_every=None$"
+    message = (
+        f"^snapshots cannot be kept in /dev/shm: Read-only file system .{folder.memory}.; set snapshot_every=None$"
+    )
     with pytest.raises(CheckpointError, match=message):
         folder.make_memory()
     folder.close()

@@ -151,7 +151,8 @@ def test_folders_of_killed_launchers_are_swept_and_live_ones_kept(temporary_fold
     in_the_making.rmdir()
 
 
-def test_folders_of_other_hosts_are_kept(temporary_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("temporary_folder")
+def test_folders_of_other_hosts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder for temporary files may be on a file system whose locks exclude only processes of their own host."""
     monkeypatch.setattr("socket.gethostname", lambda: "node")
     with launch_module.run_folder() as folder:

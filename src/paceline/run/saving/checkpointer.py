@@ -231,26 +231,23 @@ class Checkpointer:
 
     def _states(self, loop: Loop, writer: AsyncWriter) -> list[Component]:
         keeps, pieces = None, self._run.replica.pieces
+        divided = set()  # the components of which each worker has a part
         if pieces is not None:
             writer_of = pieces.shards.division.divided_among(writer.ranks)
             keeps = lambda parameter: writer_of[id(parameter)] == self._world.rank  # noqa: E731
+            divided.add("optimizer")
         states = replica_states(self._run.replica, keeps)
         states |= {"engine": loop_state.state_of(loop), "random": random_state(self._world.device)}
         for name, (thing, _) in self._registered.items():
             if isinstance(thing, PieceAverage) and keeps is not None:
                 states[name] = thing.divided_state(keeps)
+                divided.add(name)
             else:
                 states[name] = thing.state_dict()
         return [
-            Component(name, states[name], pattern, must_be_finite=name == "model", is_divided=name in self._divided)
+            Component(name, states[name], pattern, must_be_finite=name == "model", is_divided=name in divided)
             for name, pattern in self.components.items()
         ]
-
-    @property
-    def _divided(self) -> tuple[str, ...]:
-        """The components of which each worker has a part."""
-        averages = [name for name, (thing, _) in self._registered.items() if isinstance(thing, PieceAverage)]
-        return () if self._run.replica.pieces is None else ("optimizer", *averages)
 
     # When
 
@@ -449,20 +446,12 @@ class Checkpointer:
             loop.exchange.synchronize()
             loop.replica_check.compare(loop.position.step)
             components = self._states(loop, writer)
-            self._check_replicated(components)
+            check_components(components, self._settings.check_replicas, self._run.communicator)
             self._poll(writer, wait=True)
             step, position = loop.position.step, loop.position.to_dict()
             manifest = Manifest(step, configuration=self._run.identity, position=position, metrics=metrics)
             writer.save(manifest, components)
         self._has_saved = True
-
-    def _check_replicated(self, components: list[Component]) -> None:
-        assert self._settings is not None
-        levels = self._settings.check_replicas
-        if divided := self._divided:
-            components = [component for component in components if component.name not in divided]
-            levels = levels if isinstance(levels, str) else {k: v for k, v in levels.items() if k not in divided}
-        check_components(components, levels, self._run.communicator)
 
     def _leave_together(self) -> None:
         """Wait until all workers are done. Remove snapshots if the newest state is on disk."""
