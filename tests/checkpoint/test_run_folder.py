@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import shutil
@@ -53,6 +54,23 @@ def test_the_next_owner_waits_for_the_lock_of_a_host_that_was_lost(
     folder.close()
 
 
+def test_a_new_start_waits_for_the_lock_of_another_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job whose host was lost is often started again on another one within seconds."""
+    monkeypatch.setattr("paceline.checkpoint.run_folder.LOCK_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("socket.gethostname", lambda: "node-1")
+    with ExitStack() as lost:
+        lost.enter_context(run_lock(tmp_path))
+        monkeypatch.setattr("socket.gethostname", lambda: "node-2")
+        monkeypatch.setattr("paceline.checkpoint.run_folder.sleep", lambda _: lost.close())
+        opened(tmp_path).close()
+    err = capsys.readouterr().err
+    assert f"{tmp_path} is in use by process {os.getpid()} on node-1 since " in err
+    assert err.endswith(": waiting up to 180 s, in case that host is down\n")
+    assert (tmp_path / ".lock").read_bytes().startswith(f"process {os.getpid()} on node-2 since ".encode())
+
+
 def test_the_identifier_stays_with_the_folder_and_a_damaged_one_is_made_anew(tmp_path: Path) -> None:
     first = opened(tmp_path)
     first.close()
@@ -81,6 +99,22 @@ def test_snapshots_are_found_beside_checkpoints_and_those_of_an_earlier_run_are_
         assert not folder.memory.exists()
     finally:
         folder.remove_memory()
+
+
+def test_memory_that_cannot_be_written_to_is_named_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(folder: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
+
+    monkeypatch.setattr("paceline.checkpoint.run_folder.private_folder", read_only)
+    folder = opened(tmp_path, with_memory=True)
+    message = (
+        f"^snapshots cannot be kept in /dev/shm: Read-only file system .{folder.memory}.; set snapshot_every=None$"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        folder.make_memory()
+    folder.close()
 
 
 def test_a_snapshot_is_hidden_before_it_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,6 +202,20 @@ def test_a_second_writer_is_kept_out_and_told_who_is_there(tmp_path: Path) -> No
         run_lock(tmp_path).__enter__()
     with run_lock(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_a_warning(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as Lustre mounted without `flock`, where no user can choose another folder."""
+
+    def unsupported(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    with run_lock(tmp_path):
+        assert f"the file system of {tmp_path} has no locks: start no second run in this folder" in caplog.text
 
 
 def hold(folder: Path, connection: Connection) -> None:

@@ -40,8 +40,11 @@ _FINGERPRINT_BYTES = 16
 def check_components(
     components: Iterable[Component], levels: Level | Mapping[str, Level], communicator: Communicator
 ) -> None:
-    """Check the replicated ones of these components, each at its level; with levels by name, no others."""
-    replicated = {each.name: each.state for each in components if each.pattern is Pattern.REPLICATED}
+    """Check the replicated ones of these components, each at its level; with levels by name, no others.
+
+    Divided ones are skipped: each worker has another part.
+    """
+    replicated = {each.name: each for each in components if each.pattern is Pattern.REPLICATED}
     by_name = dict.fromkeys(replicated, levels) if isinstance(levels, str) else levels
     for name, level in by_name.items():
         if name not in replicated:
@@ -49,7 +52,8 @@ def check_components(
                 f"check_replicas[{name!r}]: this run has no such component that must be the same on every worker; "
                 f"choose from {', '.join(replicated)}"
             )
-        check_replication(name, replicated[name], level, communicator)
+        if not replicated[name].is_divided:
+            check_replication(name, replicated[name].state, level, communicator)
 
 
 def check_replication(name: str, state: Any, level: Level, communicator: Communicator) -> None:

@@ -7,6 +7,7 @@ reported by `unusable` and never deleted.
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 import shutil
@@ -15,8 +16,11 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
+from paceline.checkpoint.errors import cause_of
 from paceline.checkpoint.files import flush_folder
 from paceline.checkpoint.manifest import MANIFEST_NAME as MANIFEST_NAME
+
+logger = logging.getLogger("paceline")
 
 _NAMED = re.compile(r"step-(\d+)")
 _HIDDEN = re.compile(r"\.(?P<final>step-\d{8,})\.(?P<state>partial|replaced|deleted)-[A-Za-z0-9]+")
@@ -125,4 +129,7 @@ def clean_up(root: Path) -> None:
             path.rename(final)
             flush_folder(root)
         else:
-            shutil.rmtree(path)
+            try:
+                shutil.rmtree(path)
+            except OSError as error:  # on NFS, for example, while a process has one of its files open
+                logger.warning("%s could not be removed: %s", path, cause_of(error))

@@ -8,6 +8,7 @@ others.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import logging
@@ -28,6 +29,7 @@ from paceline.checkpoint.files import replacing, write_file
 from paceline.checkpoint.folders import clean_up, complete_steps, delete, move_aside, step_folder, step_of
 from paceline.comm.base import Communicator
 from paceline.comm.messages import decided_by_rank_0, gather, wait_for_all
+from paceline.core.notice import notice
 from paceline.core.private_folder import private_folder, why_not_private
 from paceline.core.world import World
 
@@ -38,7 +40,7 @@ IDENTIFIER_NAME = ".run-id"
 LOCK_NAME = ".lock"
 # How long to wait for the lock of a run that was just killed.
 LOCK_TIMEOUT_S = 10.0
-# The same after the loss of a worker: a network file system keeps the locks of a host that is down for a minute or two.
+# The same if its host may be lost: a network file system keeps the locks of a host that is down for a minute or two.
 LOST_LOCK_TIMEOUT_S = 180.0
 # How long a worker that leaves after an error waits for the lock, to clean up: the owner may be leaving too.
 ABANDONED_LOCK_TIMEOUT_S = 0.5
@@ -50,35 +52,51 @@ _locked: set[FileIO] = set()
 
 
 @contextmanager
-def run_lock(folder: Path, *, timeout_s: float = 0.0) -> Iterator[None]:
+def run_lock(folder: Path, *, timeout_s: float = 0.0, lost_host_timeout_s: float = 0.0) -> Iterator[None]:
     """Hold the lock on `folder`. Raises `LockedError` if another process holds it after `timeout_s`.
+
+    lost_host_timeout_s: the same for a process of another host, if that is longer. The host may be down.
 
     The kernel releases the lock when the process ends, so a crash leaves no stale lock. Between machines it works where
     the shared file system forwards `flock`, as NFS (version 4, or 3 with its lock service) and Lustre mounted with
-    `flock` do. With `localflock`, and on some FUSE file systems, it only excludes processes of the same machine.
+    `flock` do. With `localflock`, and on some FUSE file systems, it only excludes processes of the same machine. Where
+    there are no locks at all, as on Lustre by default, a warning says so.
     """
-    deadline = monotonic() + timeout_s
+    begun_s, limit_s = monotonic(), timeout_s
     with FileIO(os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if monotonic() >= deadline:
-                    holder = file.read(1000).decode(errors="replace").strip() or "another process"
-                    raise LockedError(
-                        f"{folder} is in use by {holder}: wait until that run has ended, stop it, or choose another "
-                        "folder"
-                    ) from None
+        while not _try_to_lock(file, folder):
+            file.seek(0)
+            holder = file.read(1000).decode(errors="replace").strip() or "another process"
+            if f" on {socket.gethostname()} " not in holder and limit_s < lost_host_timeout_s:
+                limit_s = lost_host_timeout_s
+                notice(f"{folder} is in use by {holder}: waiting up to {limit_s:g} s, in case that host is down")
+            if monotonic() >= begun_s + limit_s:
+                raise LockedError(
+                    f"{folder} is in use by {holder}: wait until that run has ended, stop it, or choose another folder"
+                )
             sleep(_POLL_S)
         since = datetime.now().astimezone().isoformat(timespec="seconds")
-        file.truncate(0)
+        file.seek(0)
+        file.truncate()
         file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode())
         _locked.add(file)
         try:
             yield
         finally:
             _locked.discard(file)
+
+
+def _try_to_lock(file: FileIO, folder: Path) -> bool:
+    """False if another process holds the lock."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        logger.warning("the file system of %s has no locks: start no second run in this folder", folder)
+    return True
 
 
 def _release_in_child() -> None:
@@ -149,7 +167,7 @@ class RunFolder:
                 if self._owns_root:
                     if not self._is_locked:  # else it existed: if it has vanished, its disk may not be mounted
                         self.root.mkdir(parents=True, exist_ok=True)
-                    self._lock(lock_timeout_s)
+                    self._lock(lock_timeout_s, LOST_LOCK_TIMEOUT_S)
                     clean_up(self.root)
                     identifier = _identifier(self.root)
             except OSError as error:
@@ -159,9 +177,10 @@ class RunFolder:
                 ) from error
         self.memory = memory_folder(self.root, decided_by_rank_0(lambda: identifier, self._communicator))
 
-    def _lock(self, timeout_s: float) -> None:
+    def _lock(self, timeout_s: float, lost_host_timeout_s: float) -> None:
         if not self._is_locked:
-            self._locks.enter_context(run_lock(self.root, timeout_s=timeout_s))
+            lock = run_lock(self.root, timeout_s=timeout_s, lost_host_timeout_s=lost_host_timeout_s)
+            self._locks.enter_context(lock)
             self._is_locked = True
 
     def _release(self) -> None:
@@ -190,8 +209,13 @@ class RunFolder:
     def make_memory(self) -> None:
         """Create the folder for snapshots. Called by every worker; returns when it exists."""
         with raising_on_all_workers(self._communicator):
-            if self._owns_memory:
-                private_folder(self.memory)
+            try:
+                if self._owns_memory:
+                    private_folder(self.memory)
+            except OSError as error:
+                raise CheckpointError(
+                    f"snapshots cannot be kept in {MEMORY}: {cause_of(error)}; set snapshot_every=None"
+                ) from error
 
     def found(self) -> list[Path]:
         """The checkpoints and snapshots that this worker sees."""
@@ -218,7 +242,7 @@ class RunFolder:
         if is_abandoned:
             with suppress(CheckpointError, OSError):
                 # Held by the folder's owner until it has left, and by a new start of the run afterwards.
-                self._lock(ABANDONED_LOCK_TIMEOUT_S)
+                self._lock(ABANDONED_LOCK_TIMEOUT_S, ABANDONED_LOCK_TIMEOUT_S)
                 clean_up(self.root)
         self._release()
 

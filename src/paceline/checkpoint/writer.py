@@ -38,12 +38,12 @@ from paceline.checkpoint.policy import Retention, steps_to_delete
 from paceline.checkpoint.reader import inspect, newest_intact
 from paceline.checkpoint.run_folder import writer_ranks
 from paceline.checkpoint.staging import HostStaging
+from paceline.core.timing import DEFAULT_TIMEOUT_S, ActiveTimer
 from paceline.core.tree import flatten
 from paceline.core.world import World
 
 logger = logging.getLogger("paceline")
 
-DEFAULT_TIMEOUT_S = 600.0
 _POLL_S = 0.02
 _TENSORS = ".safetensors"
 
@@ -190,8 +190,8 @@ class AsyncWriter:
             if not is_first:
                 _leave_record(partial, self.world.rank, asdict(own))
                 return
-            deadline = monotonic() + self.timeout_s
-            contents = [own, *(self._record_of(partial, rank, deadline) for rank in self.ranks[1:])]
+            waited = ActiveTimer()
+            contents = [own, *(self._record_of(partial, rank, waited) for rank in self.ranks[1:])]
             self._publish(partial, replace(manifest, contents=Contents.merge(contents)))
         except BaseException as error:
             if is_first:
@@ -221,13 +221,13 @@ class AsyncWriter:
         files = ComponentFiles(component.pattern, {part: (path.name,)})
         return Contents({component.name: files}, {path.name: record})
 
-    def _record_of(self, partial: Path, rank: int, deadline: float) -> Contents:
+    def _record_of(self, partial: Path, rank: int, waited: ActiveTimer) -> Contents:
         """Wait for what another worker writes, and return it."""
         path = _record_path(partial, rank)
         while not path.exists():
             if not partial.is_dir():
                 raise CheckpointError(f"{partial} vanished while rank {rank} was writing its part")
-            if monotonic() > deadline:
+            if waited.update() > self.timeout_s:
                 raise CheckpointError(f"rank {rank} did not finish its part in time: {path} did not appear")
             if monotonic() > self._gives_up_at:
                 raise CheckpointError(f"the run ended before rank {rank} had written its part")
@@ -356,6 +356,7 @@ def _flaw(final: Path) -> str:
 
 
 def _delete_unneeded(root: Path, just_written: int, retention: Retention) -> None:
+    """A failure is a warning: the run can continue, and on NFS it is normal while a process has one of them open."""
     if retention == Retention():
         return
     saved, what = {}, "outdated ones"
@@ -364,12 +365,11 @@ def _delete_unneeded(root: Path, just_written: int, retention: Retention) -> Non
             with suppress(CheckpointError):
                 saved[step] = inspect(step_folder(root, step)).metrics
         for step in steps_to_delete(saved, just_written, retention):
-            what = f"the outdated {step_folder(root, step)}"
+            what = str(step_folder(root, step))
             delete(step_folder(root, step))
     except OSError as error:
-        raise CheckpointError(
-            f"the checkpoint of step {just_written} was saved, but {what} could not be deleted: {cause_of(error)}"
-        ) from error
+        text = "the checkpoint of step %d was saved, but %s could not be deleted: %s"
+        logger.warning(text, just_written, what, cause_of(error))
 
 
 def _not_saved(root: Path, step: int, error: OSError | CheckpointError) -> str:

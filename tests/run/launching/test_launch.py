@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -137,8 +138,8 @@ def test_workers_divide_the_cores_unless_the_user_did(tmp_path: Path, monkeypatc
 
 
 def test_folders_of_killed_launchers_are_swept_and_live_ones_kept(temporary_folder: Path) -> None:
-    abandoned = temporary_folder / f"{launch_module.FOLDER_PREFIX}abandoned"
-    in_the_making = temporary_folder / f".{launch_module.FOLDER_PREFIX}new"
+    abandoned = temporary_folder / f"{launch_module.folder_prefix()}abandoned"
+    in_the_making = temporary_folder / f".{launch_module.folder_prefix()}new"
     abandoned.mkdir()
     (abandoned / "start.json").touch()
     in_the_making.mkdir()
@@ -148,6 +149,17 @@ def test_folders_of_killed_launchers_are_swept_and_live_ones_kept(temporary_fold
         with pytest.raises(BlockingIOError), launch_module._locked(first):
             pass
     in_the_making.rmdir()
+
+
+@pytest.mark.usefixtures("temporary_folder")
+def test_folders_of_other_hosts_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder for temporary files may be on a file system whose locks exclude only processes of their own host."""
+    monkeypatch.setattr("socket.gethostname", lambda: "node")
+    with launch_module.run_folder() as folder:
+        monkeypatch.setattr("socket.gethostname", lambda: "node-2")
+        monkeypatch.setattr(launch_module, "_locked", lambda _: nullcontext())
+        with launch_module.run_folder():
+            assert folder.exists()
 
 
 # Workers that do well

@@ -150,6 +150,21 @@ def test_a_missing_node_is_named_by_those_who_came(free_address: str, monkeypatc
         join(nodes)
 
 
+def test_a_name_that_means_this_machine_only_is_reported(
+    free_address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Debian maps a host's own name to 127.0.1.1: the other nodes would try to connect to its real address."""
+    port = int(free_address.rpartition(":")[2])
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", port))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(NodesError, match="1 of 2 nodes joined"):
+        join(Nodes(2, f"node-1:{port}", 0.3))
+    assert "node-1 is 127.0.1.1 on this machine, which other machines cannot reach" in capsys.readouterr().err
+    with pytest.raises(NodesError, match="1 of 2 nodes joined"):
+        join(Nodes(2, f"localhost:{port}", 0.3))
+    assert "cannot reach" not in capsys.readouterr().err
+
+
 def test_somebody_else_at_the_port_is_no_launcher() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"

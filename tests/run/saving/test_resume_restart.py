@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import time
@@ -100,6 +101,37 @@ def test_a_restart_goes_on_from_memory_and_leaves_nothing_there(
     assert "paceline: restart 2: " in err
 
 
+def leave_a_snapshot(root: Path, at: int) -> None:
+    with pytest.raises(ArithmeticError), setup(root, snapshot_every=1) as trainer:
+        for batch in next(trainer.epochs(1)):
+            if trainer.position.step == at:
+                raise ArithmeticError
+            step(trainer, batch)
+    assert [path.name for path in snapshots_of(root)] == [f"step-{at:08d}"]
+
+
+def test_a_run_that_ends_where_its_snapshot_was_taken_saves_that_step(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    leave_a_snapshot(root, 5)
+    with setup(root, snapshot_every=1) as trainer:
+        assert trainer.position.step == 5
+    assert not snapshots_of(root)
+    assert complete_steps(root) == [5]
+
+
+def test_a_save_before_the_first_step_has_the_random_states_that_were_resumed(tmp_path: Path) -> None:
+    """And so has the step after it."""
+    root = tmp_path / "run"
+    random.seed(1)
+    leave_a_snapshot(root, 5)
+    expected = random.random()
+    for _ in range(2):
+        random.seed(2)
+        with setup(root, snapshot_every=1) as trainer:
+            trainer.save()
+            assert random.random() == expected
+
+
 def test_restarts_are_counted_and_go_not_back_to_where_the_first_start_was_told_to_begin(tmp_path: Path) -> None:
     run(tmp_path / "old", 3)
     root, first = tmp_path / "run", tmp_path / "old" / "step-00000003"
@@ -126,6 +158,19 @@ def test_a_restart_without_progress_since_the_last_is_the_last(tmp_path: Path) -
     )
     # The first start, the one restart that nothing speaks against, and the one that finds nothing was gained.
     assert (tmp_path / "starts").read_text().splitlines() == ["None", f"{root}/step-00000004"]
+
+
+def test_the_first_restart_of_every_launch_is_unconditional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun gives launches the same name, unless the user does."""
+    environment = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
+    for restart in (1, 1, 2):
+        for name, value in {**environment, "TORCHELASTIC_RESTART_COUNT": str(restart)}.items():
+            monkeypatch.setenv(name, value)
+        if restart == 1:
+            setup(tmp_path / "run").close()
+        else:
+            with pytest.raises(pl.errors.NoProgressError, match="the workers were restarted at step 0"):
+                setup(tmp_path / "run")
 
 
 @pytest.mark.timeout(300)

@@ -10,6 +10,7 @@ import runpy
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -36,7 +37,6 @@ from paceline.run.launching.output import follow_output
 from paceline.run.launching.supervisor import Elastic
 from paceline.run.saving.stopping import Stopped
 
-FOLDER_PREFIX = "paceline-launch-"
 PAIR_S = 1.0  # between SIGTERM and SIGHUP of the same sender
 
 
@@ -277,12 +277,13 @@ def run_folder() -> Iterator[Path]:
     """A private folder for one launch, removed at the end; if this process is killed, by the next launch.
 
     It is locked, so that other launches keep it. systemd, too, keeps the files in locked folders; others in /tmp it
-    removes after 10 days.
+    removes after 10 days. The name contains the host: on a shared file system, a lock may exclude only its own host.
     """
-    for old in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
+    prefix = folder_prefix()
+    for old in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         _remove_if_abandoned(old)
     with _exit_on_termination(), ExitStack() as stack:
-        folder = Path(tempfile.mkdtemp(prefix=f".{FOLDER_PREFIX}"))
+        folder = Path(tempfile.mkdtemp(prefix=f".{prefix}"))
         try:
             with suppress(OSError):  # NFS cannot lock folders; then no launch removes one
                 stack.enter_context(_locked(folder))
@@ -290,6 +291,10 @@ def run_folder() -> Iterator[Path]:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def folder_prefix() -> str:
+    return f"paceline-launch-{socket.gethostname()}@"
 
 
 def _remove_if_abandoned(folder: Path) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -257,6 +258,11 @@ def open_store(nodes: Nodes) -> tuple[Any, bool, str]:
         try:
             if (listener := _listen(host, port)) is not None:
                 own_address = listener.getsockname()[0]
+                if ip_address(own_address).is_loopback and host not in ("localhost", own_address):
+                    notice(  # Debian, for example, maps a host's own name to 127.0.1.1
+                        f"{host} is {own_address} on this machine, which other machines cannot reach: give an IP "
+                        "address of this machine instead, or correct /etc/hosts"
+                    )
                 store = TCPStore(
                     own_address, port, is_master=True, timeout=timeout, wait_for_workers=False,
                     master_listen_fd=listener.detach(),

@@ -22,13 +22,13 @@ _ACTIVITY, _TICKS, _STEPS, _ENTERED = range(4)  # _ENTERED: a generation's numbe
 
 
 class Activity(IntEnum):
-    """What a worker is doing. Only COMPUTING has a time limit."""
+    """What a worker is doing. Only COMPUTING has a time limit: from the start of a micro-batch to the next exchange."""
 
     SETTING_UP = 0
     READY = 1  # waiting to join the run
     COMPUTING = 2
     WAITING = 3  # for other workers
-    ELSEWHERE = 4  # in a hook, in an evaluation, or in the user's code between epochs
+    ELSEWHERE = 4  # in a hook, in an evaluation, between epochs, or waiting for data or a disk
 
 
 class Board:
@@ -73,13 +73,11 @@ class Row:
     def __init__(self, words: memoryview) -> None:
         self._words = words
 
-    def enter(self, activity: int) -> int:
-        """Begin an `Activity`; returns the previous one."""
+    def enter(self, activity: int) -> None:
+        """Begin an `Activity`."""
         words = self._words
-        before: int = words[_ACTIVITY]
         words[_TICKS] += 1
         words[_ACTIVITY] = activity
-        return before
 
     def note_steps(self, num_steps: int) -> None:
         self._words[_STEPS] = num_steps

@@ -184,13 +184,13 @@ class _Interruptible:
     def wait(self) -> None:
         communicator = self._communicator
         row = communicator.membership.row
-        before = row.enter(Activity.WAITING)
+        row.enter(Activity.WAITING)
         try:
             self._pending.wait()
             communicator.complete()
         except CommunicationError as error:
             communicator.interrupt(error)
-        row.enter(before)
+        row.enter(Activity.ELSEWHERE)  # what follows has no time limit: it may wait for data, or for a disk
 
 
 class _InterruptibleBuffer:

@@ -124,8 +124,8 @@ class Rejoining:
         """Run a collective operation outside of steps, and repeat it if a loss interrupts it. Returns its result."""
         if self._is_operating or not self._communicator.can_recover:
             return operation()
-        self._is_operating = True
-        before, number = self._row.enter(Activity.ELSEWHERE), self._num_operations
+        self._row.enter(Activity.ELSEWHERE)
+        self._is_operating, number = True, self._num_operations
         try:
             while self._num_operations == number:
                 try:
@@ -137,7 +137,6 @@ class Rejoining:
             return result
         finally:
             self._is_operating = False
-            self._row.enter(before)
 
     def broadcast(self, value: Any, source: int) -> Any:
         """The value of the worker with rank `source` at the call. Its rank may change before the value is sent."""

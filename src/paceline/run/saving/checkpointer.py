@@ -18,7 +18,7 @@ from paceline.checkpoint.errors import CheckpointError
 from paceline.checkpoint.folders import new_token, step_folder, step_of
 from paceline.checkpoint.manifest import Manifest, Pattern
 from paceline.checkpoint.policy import Decision, Retention
-from paceline.checkpoint.reader import Checkpoint
+from paceline.checkpoint.reader import inspect
 from paceline.checkpoint.run_folder import RunFolder
 from paceline.checkpoint.writer import AsyncWriter, Component
 from paceline.comm.base import Communicator
@@ -88,7 +88,7 @@ class Checkpointer:
         self._signals: StopSignals | None = None
         self._resumption: Resumption | None = None
         self.resumed_from: Path | None = None
-        self._last_step = 0  # that was saved, or at which the run started
+        self._step_on_disk = 0  # the newest, or the one at which the run started
         self._last_saved: tuple[int, Mapping[str, float]] = (0, {})  # step and metrics of the last checkpoint begun
         self._next_step = self._next_epoch = self._next_snapshot = self._next_time_s = math.inf
         with ExitStack() as stack:
@@ -109,8 +109,10 @@ class Checkpointer:
             self._resumption = Resumption(
                 settings, init_from, self._folder, run.communicator, run.replica, run.identity
             )
-            self.resumed_from = self._resumption.folder
-            self._schedule(self._resumption.position)
+            self.resumed_from, position = self._resumption.folder, self._resumption.position
+            self._schedule(position)
+            is_snapshot = self.resumed_from is not None and self.resumed_from.parent == self._folder.memory
+            self._note_on_disk(position.step - is_snapshot)
             if has_snapshots:
                 self._folder.make_memory()
             self._open_writers(settings)
@@ -165,28 +167,29 @@ class Checkpointer:
         if self._settings.snapshot_every is not None:
             self._folder.make_memory()
         self._open_writers(self._settings)
-        newest, is_lost, metrics = decided_by_rank_0(lambda: self._find_last(loop.position.step), communicator)
+        newest, on_disk, is_lost, metrics = decided_by_rank_0(lambda: self._find_last(loop.position.step), communicator)
         next_time_s = self._next_time_s
         self._schedule(Position.from_dict(newest))
+        self._note_on_disk(on_disk)
         self._next_time_s = min(self._next_time_s, next_time_s)  # workers may change more often than the run is saved
         self._is_prepared = self._has_failed = False
         if is_lost:
             self._metrics, self._agreed = metrics, max(self._agreed, Decision.SAVE)
 
-    def _find_last(self, step: int) -> tuple[dict[str, int], bool, dict[str, float]]:
-        """The position of the newest checkpoint or snapshot, and whether the last checkpoint is incomplete.
+    def _find_last(self, step: int) -> tuple[dict[str, Any], int, bool, dict[str, float]]:
+        """The position of the newest checkpoint or snapshot, and the step of the newest checkpoint.
 
-        Also its metrics, empty if the run is no longer at that step.
+        Also whether the last checkpoint is incomplete, and its metrics, empty if the run is no longer at that step.
         """
         found = sorted(self._folder.found(), key=lambda path: step_of(path) or 0)
-        newest = Position().to_dict()
+        newest: dict[str, Any] = Position().to_dict()
         for path in reversed(found):
             with suppress(CheckpointError, OSError):  # damaged, or deleted meanwhile: the run needs none of them
-                newest = dict(Checkpoint(path).manifest.position)
+                newest = dict(inspect(path).position)
                 break
         on_disk = max((step_of(path) or 0 for path in found if path.parent == self._folder.root), default=0)
         begun, metrics = self._last_saved
-        return newest, begun > on_disk, dict(metrics) if begun == step else {}
+        return newest, on_disk, begun > on_disk, dict(metrics) if begun == step else {}
 
     # What is saved
 
@@ -228,26 +231,23 @@ class Checkpointer:
 
     def _states(self, loop: Loop, writer: AsyncWriter) -> list[Component]:
         keeps, pieces = None, self._run.replica.pieces
+        divided = set()  # the components of which each worker has a part
         if pieces is not None:
             writer_of = pieces.shards.division.divided_among(writer.ranks)
             keeps = lambda parameter: writer_of[id(parameter)] == self._world.rank  # noqa: E731
+            divided.add("optimizer")
         states = replica_states(self._run.replica, keeps)
         states |= {"engine": loop_state.state_of(loop), "random": random_state(self._world.device)}
         for name, (thing, _) in self._registered.items():
             if isinstance(thing, PieceAverage) and keeps is not None:
                 states[name] = thing.divided_state(keeps)
+                divided.add(name)
             else:
                 states[name] = thing.state_dict()
         return [
-            Component(name, states[name], pattern, must_be_finite=name == "model", is_divided=name in self._divided)
+            Component(name, states[name], pattern, must_be_finite=name == "model", is_divided=name in divided)
             for name, pattern in self.components.items()
         ]
-
-    @property
-    def _divided(self) -> tuple[str, ...]:
-        """The components of which each worker has a part."""
-        averages = [name for name, (thing, _) in self._registered.items() if isinstance(thing, PieceAverage)]
-        return () if self._run.replica.pieces is None else ("optimizer", *averages)
 
     # When
 
@@ -279,8 +279,14 @@ class Checkpointer:
         self._agreed = max(self._agreed, Decision(int(max(requests))))
         self.is_active |= self._agreed > Decision.CONTINUE
 
+    def _complete_resumption(self, resumption: Resumption) -> None:
+        """All components are registered."""
+        resumption.complete()
+        self._resumption = None
+        self._warn_of_unknown_names(resumption.saved)
+
     def _warn_of_unknown_names(self, saved: Collection[str]) -> None:
-        """All components are registered. saved: those of the checkpoint, if the run was resumed."""
+        """saved: the components of the checkpoint, if the run was resumed."""
         if self._settings is None or not self._world.is_main:
             return
         own = [*OWN, *self._registered]
@@ -298,13 +304,11 @@ class Checkpointer:
         """What to do before the next step, equal on all workers. Raises if an earlier save failed."""
         position = loop.position
         if self._resumption is not None:
-            self._resumption.complete()
-            self._warn_of_unknown_names(self._resumption.saved)
-            self._resumption = None
+            self._complete_resumption(self._resumption)
         for writer in self._writers:
             if writer.pending is not None or self._has_failed:
                 self._poll(writer)
-        if self._writers and not self._is_prepared and position.step > self._last_step:
+        if self._writers and not self._is_prepared and position.step > self._step_on_disk:
             # Optimizers have their state by now: allocate the memory for copies before a save needs it.
             self._is_prepared = True
             if self._run.replica.pieces is None:  # else a save begins with collecting the state
@@ -317,23 +321,29 @@ class Checkpointer:
             return self._agreed
         return Decision.SAVE
 
-    def _schedule(self, now: Position, *, is_saved: bool = True) -> None:
-        """Set when to save next. Called at the start of a run and after each save or (is_saved=False) snapshot.
+    def _schedule(self, now: Position) -> None:
+        """Set after which step and epoch to save next. Called at the start of a run and after each save or snapshot.
 
-        Steps and epochs are counted from the start of the run: a resumed run saves at the same steps as an
-        uninterrupted one. Clocks differ, so rank 0 decides by its own, and sends a request with the step's exchange.
-        All workers keep the time, since another one may become rank 0.
+        They are counted from the start of the run: a resumed run saves at the same steps as an uninterrupted one.
         """
         settings = self._settings
         assert settings is not None
         self._next_step = _next_multiple(settings.every_steps, now.step)
         self._next_epoch = _next_multiple(settings.every_epochs, now.epoch)
         self._next_snapshot = _next_multiple(settings.snapshot_every, now.step)
-        if is_saved:
-            has_count = settings.every_steps is not None or settings.every_epochs is not None
-            minutes = settings.every_minutes or (math.inf if has_count else DEFAULT_MINUTES)
-            self._next_time_s = monotonic() + 60 * minutes
-            self._last_step = now.step
+
+    def _note_on_disk(self, step: int) -> None:
+        """Later steps are not on disk, and the next save is due some minutes from now.
+
+        Clocks differ, so rank 0 decides by its own, and sends a request with the step's exchange. All workers keep the
+        time, since another one may become rank 0.
+        """
+        settings = self._settings
+        assert settings is not None
+        has_count = settings.every_steps is not None or settings.every_epochs is not None
+        minutes = settings.every_minutes or (math.inf if has_count else DEFAULT_MINUTES)
+        self._next_time_s = monotonic() + 60 * minutes
+        self._step_on_disk = step
 
     # How
 
@@ -346,7 +356,7 @@ class Checkpointer:
         if is_snapshot_due:
             private_folder(self._folder.memory)  # systemd removes it when the user logs out (RemoveIPC)
             self._write(self._writers[1], loop, {})
-            self._schedule(position, is_saved=False)
+            self._schedule(position)
 
     def stop(self, loop: Loop) -> None:
         """Carry out `Decision.STOP`: save the step, if the run has a folder. The loop then ends."""
@@ -357,7 +367,7 @@ class Checkpointer:
             return
         self.request(Decision.STOP)  # the worker that requested it may be lost during the save
         self._has_failed |= self._outcome(self._writers[0], wait=True) is not None
-        if self._metrics is not None or loop.position.step > self._last_step or self._has_failed_on_rank_0():
+        if self._metrics is not None or loop.position.step > self._step_on_disk or self._has_failed_on_rank_0():
             self._save(loop)
         if error := self._outcome(self._writers[0], wait=True):
             raise error
@@ -378,7 +388,7 @@ class Checkpointer:
     def save_last(self, loop: Loop, *, again: bool = False) -> None:
         """Save if the run ends here and has unsaved steps, or `again`."""
         is_wanted = self._settings is not None and self._settings.final
-        if self._metrics is not None or (is_wanted and (again or loop.position.step > self._last_step)):
+        if self._metrics is not None or (is_wanted and (again or loop.position.step > self._step_on_disk)):
             self._save(loop)
 
     def finish(self, loop: Loop) -> None:
@@ -413,10 +423,13 @@ class Checkpointer:
             raise MisuseError(f"{call} needs a folder: give checkpoints=Checkpoints(folder) to the run")
 
     def _save(self, loop: Loop) -> None:
+        if self._resumption is not None:
+            self._complete_resumption(self._resumption)
         metrics, self._metrics = self._metrics or {}, None
         self._last_saved = loop.position.step, metrics
         self._write(self._writers[0], loop, metrics)
         self._schedule(loop.position)
+        self._note_on_disk(loop.position.step)
         self._has_failed = False
         self._forget_requests()
         self._run.events.emit("save", folder=str(step_folder(self._folder.root, loop.position.step)))
@@ -433,20 +446,12 @@ class Checkpointer:
             loop.exchange.synchronize()
             loop.replica_check.compare(loop.position.step)
             components = self._states(loop, writer)
-            self._check_replicated(components)
+            check_components(components, self._settings.check_replicas, self._run.communicator)
             self._poll(writer, wait=True)
             step, position = loop.position.step, loop.position.to_dict()
             manifest = Manifest(step, configuration=self._run.identity, position=position, metrics=metrics)
             writer.save(manifest, components)
         self._has_saved = True
-
-    def _check_replicated(self, components: list[Component]) -> None:
-        assert self._settings is not None
-        levels = self._settings.check_replicas
-        if divided := self._divided:
-            components = [component for component in components if component.name not in divided]
-            levels = levels if isinstance(levels, str) else {k: v for k, v in levels.items() if k not in divided}
-        check_components(components, levels, self._run.communicator)
 
     def _leave_together(self) -> None:
         """Wait until all workers are done. Remove snapshots if the newest state is on disk."""

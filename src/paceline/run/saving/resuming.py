@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -276,11 +276,10 @@ def _check_progress(root: Path, step: int, communicator: Communicator) -> None:
 
 def _note_restart(path: Path, step: int) -> bool:
     """Record this restart; False if the previous one of this launch was at this step or a later one."""
-    launch = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    try:
-        last = json.loads(path.read_text())
-    except (OSError, ValueError):
-        last = {}
+    launch, last = os.environ.get("TORCHELASTIC_RUN_ID", ""), {}
+    if _restart_count() > 1:  # else a record is of another launch, even under this name: torchrun's default is "none"
+        with suppress(OSError, ValueError):
+            last = json.loads(path.read_text())
     if last.get("launch") == launch and step <= last["step"]:
         return False
     try:
