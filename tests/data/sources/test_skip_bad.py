@@ -14,9 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from torch import nn
 
 from paceline.data.errors import SampleError, naming_sample
-from paceline.data.sources.base import as_source, collate
+from paceline.data.sources.base import as_source
 from paceline.data.sources.collate import join
 from paceline.data.sources.images import ImageFolder
 from paceline.data.sources.skip_bad import SkipBad, Skipped
@@ -155,16 +156,24 @@ A, B = torch.zeros(2), torch.zeros(3)
 )
 def test_unequal_shapes_are_named(samples: list[Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        join(collate, samples, [10, 11, 12][: len(samples)])
+        join(None, samples, [10, 11, 12][: len(samples)])
 
 
 def test_other_failures_of_joining_stay_what_they_are() -> None:
     with pytest.raises(TypeError) as caught:
-        join(collate, [object(), object()], [3, 4])
+        join(None, [object(), object()], [3, 4])
     assert caught.value.__notes__ == ["while joining samples [3, 4] of the data set to a micro-batch"]
     texts = [{"x": object(), "y": "long"}, {"x": object(), "y": "longer"}]  # texts may differ in length
     with pytest.raises(TypeError, match="default_collate"):
-        join(collate, texts, [3, 4])
+        join(None, texts, [3, 4])
+
+
+def test_an_error_of_a_collate_function_stays_what_it_is() -> None:
+    def pad(samples: list[Any]) -> Any:
+        return {"x": nn.utils.rnn.pad_sequence(samples)}["y"]
+
+    with pytest.raises(KeyError, match="y"):
+        join(pad, [A, B], [0, 1])
 
 
 def test_a_collate_function_may_join_unequal_shapes() -> None:

@@ -21,7 +21,7 @@ from paceline.data.feeds.sharded import Epoch
 from paceline.data.fingerprint import Facts, facts_of_several
 from paceline.data.sources.base import Read
 from paceline.data.sources.batches import is_function, num_samples_of
-from paceline.data.sources.collate import as_pair, collate, counted, join
+from paceline.data.sources.collate import as_pair, counted, join
 from paceline.plan.epoch import Position, Steps, divisors
 
 
@@ -154,7 +154,7 @@ class StreamReader:
                 with UserCode("converting micro-batch {} of epoch {}", request.number, request.epoch):
                     return self._stream.as_read(samples[0], is_weighed=self._is_weighed)
             collate_fn, first = self._settings.collate_fn, ordinal * self._micro_batch
-            batch = join(collate_fn or collate, samples, [*range(first, first + len(samples))])
+            batch = join(collate_fn, samples, [*range(first, first + len(samples))])
             if collate_fn is None:
                 return Read(batch, len(samples))
             return counted(batch, samples, is_weighed=self._is_weighed)
