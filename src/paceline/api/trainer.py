@@ -264,7 +264,7 @@ class Trainer:
 
         if not callable(optimizer) or isinstance(model, torch.nn.Module):
             raise ValueError("find_micro_batch trains a copy: give functions that build the model and its optimizer")
-        source, _ = adopt_for_evaluation(data, collate_fn, seed=0)
+        source = adopt_for_evaluation(data, collate_fn, seed=0).source
         with replica_for_trials(model, optimizer, World.from_environment(device), exact, runtime) as replica_and_link:
             replica, communicator = replica_and_link
             world = communicator.world
@@ -557,10 +557,12 @@ class Trainer:
         self, operation: Callable[[Any, EvaluationData], Any], data: Any, micro_batch: int | None, collate_fn: Any
     ) -> Any:
         run = self.run
-        default_size = run.steps.micro_batch
+        default_size, readers = run.steps.micro_batch, run.config.loading.readers or 0
 
         def operate() -> Any:
-            made = EvaluationData(data, run.communicator, run.config.seed, default_size, micro_batch, collate_fn)
+            made = EvaluationData(
+                data, run.communicator, run.config.seed, default_size, micro_batch, collate_fn, readers
+            )
             return operation(run.model, made)
 
         with run.timeline.during("evaluation"):

@@ -137,7 +137,7 @@ def evaluated(project: Project) -> tuple[Any, int]:
     data, collate = project.data("evaluation"), project.settings.data.collate
     collate_fn: Any = collate and collate.build()
     try:
-        return data, len(adopt_for_evaluation(data, collate_fn, seed=0)[0])
+        return data, len(adopt_for_evaluation(data, collate_fn, seed=0).source)
     except (TypeError, ValueError) as error:
         raise fail(project.origin("data.evaluation"), f"data.evaluation: {error}") from error
 

@@ -24,20 +24,20 @@ def predict(model: Any, data: EvaluationData, fn: Callable[[Any, Any], Any]) -> 
     dicts and dataclasses. Tensors whose rows differ in shape come back as a list of rows.
     """
 
-    def predict_one(read: Read) -> tuple[Any, list[Column]]:
+    def predict_one(read: Read, batch: Any, num_samples: int) -> tuple[Any, list[Column]]:
         if read.skipped:
             bad = read.skipped[0]
             raise ValueError(f"sample {bad.index} is bad, so predictions would not line up with the data: {bad.error}")
-        if read.batch is None:
+        if batch is None:
             raise ValueError(
                 "collate_fn left no sample of a micro-batch, so predictions would not line up with the data: give "
                 "predict() data or a collate_fn that leaves nothing out"
             )
-        return _split(fn(model, data.to_device(read.batch)), read.num_samples)
+        return _split(fn(model, batch), num_samples)
 
     # A worker without a share runs the first micro-batch to learn the structure of the outputs. Samples are not counted
     # here: `_column` checks the number of rows.
-    outputs = data.visit(model, data.mine or range(1), predict_one, is_weighed=True)
+    outputs = data.visit(model, data.mine or range(1), predict_one, None, is_weighed=True)
     structure = outputs[0][0]
     if any(other != structure for other, _ in outputs):
         raise ValueError(
