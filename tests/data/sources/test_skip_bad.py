@@ -81,6 +81,20 @@ def test_nothing_is_left_of_a_micro_batch_of_bad_samples() -> None:
     assert source.read(indices(2), 0, 0) is None
 
 
+def test_samples_that_are_all_bad_are_an_error() -> None:
+    source = SkipBad(as_source(Holey(set(range(100)), 100)))
+    for first in range(0, 60, 4):
+        assert len(source.read_counted(np.arange(first, first + 4), 0, first).skipped) == 4
+    text = "the first 64 samples that were read are all bad, sample 63 by OSError: nothing at 63: check the code"
+    with pytest.raises(SampleError, match=text):
+        source.read_counted(np.arange(60, 64), 0, 60)
+
+
+def test_after_one_good_sample_any_number_may_be_bad() -> None:
+    source = SkipBad(as_source(Holey(set(range(1, 100)), 100)), lambda _: None)
+    assert [source.read_counted(indices(i), 0, i).num_samples for i in range(100)] == [1] + [0] * 99
+
+
 @given(bad=st.sets(st.integers(0, 11)), data=st.data())
 def test_what_is_read_depends_on_the_arguments_alone(bad: set[int], data: st.DataObject) -> None:
     """The good samples come out as they would without the bad ones, augmentation included."""
