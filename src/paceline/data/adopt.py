@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +45,12 @@ class LoadingOptions:
     collate_fn: Callable[[list[Any]], Any] | None = None
     skip_bad_samples: bool | Callable[[Skipped], None] = False
     resident: bool = False
+
+    @classmethod
+    def of(cls, *groups: object, **given: Any) -> LoadingOptions:
+        """From a run's groups of settings and single settings, of which some have nothing to do with reading."""
+        values = given | {name: value for group in groups for name, value in vars(group).items()}
+        return cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
 
 
 @dataclass(frozen=True)
