@@ -69,10 +69,10 @@ class IterableStream:
     def open(self, shard: int, num_shards: int, epoch: int) -> Iterator[Any]:
         """A shard's samples from the start. Every sample of the epoch is in exactly one shard."""
         (samples,) = self._iterables
-        if hasattr(samples, "set_epoch"):
-            samples.set_epoch(epoch)
+        _set_epoch(samples, epoch)
         if num_shards > 1 and self.num_own_shards % num_shards == 0 and isinstance(samples, ShardableStream):
             samples, shard, num_shards = samples.shard(num_shards=num_shards, index=shard), 0, 1
+            _set_epoch(samples, epoch)  # a shard of an HF data set begins at epoch 0
         return islice(_seeded(samples, self._seed, epoch), shard, None, num_shards)
 
 
@@ -91,8 +91,7 @@ class BatchStream(IterableStream):
     def open(self, shard: int, num_shards: int, epoch: int) -> Iterator[Any]:
         assert num_shards == self.num_shards
         batches = self._iterables[shard]
-        if hasattr(batches, "set_epoch"):
-            batches.set_epoch(epoch)
+        _set_epoch(batches, epoch)
         # One seed per shard, or all shards would draw the same augmentations.
         return _seeded(batches, derive_seed(self._seed, Purpose.SAMPLE_BLOCK, shard), epoch, what="batch")
 
@@ -184,6 +183,11 @@ class StreamReader:
         micro_batch = list(islice(samples, self._micro_batch))
         self._open_shards[shard] = samples, ordinal + 1
         return micro_batch
+
+
+def _set_epoch(samples: Any, epoch: int) -> None:
+    if hasattr(samples, "set_epoch"):
+        samples.set_epoch(epoch)
 
 
 def _seeded(samples: Any, seed: int, epoch: int, what: str = "sample") -> Iterator[Any]:
