@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from torch.utils.data import DataLoader
+
 from paceline.core.generators import HostRandomness, host_randomness
 from paceline.core.seeding import Purpose, derive_seed, mix64
 from paceline.data.errors import UserCode
@@ -186,8 +188,13 @@ class StreamReader:
 
 
 def _set_epoch(samples: Any, epoch: int) -> None:
-    if hasattr(samples, "set_epoch"):
-        samples.set_epoch(epoch)
+    """Of an iterable; of a DataLoader, of its data set and samplers."""
+    parts = [samples]
+    if isinstance(samples, DataLoader):
+        parts += [samples.dataset, samples.sampler, samples.batch_sampler]
+    for part in parts:
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
 
 
 def _seeded(samples: Any, seed: int, epoch: int, what: str = "sample") -> Iterator[Any]:
