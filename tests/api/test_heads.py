@@ -171,6 +171,23 @@ def sentences(count: int = 20) -> dict[str, torch.Tensor]:
     return {"input_ids": ids * mask, "attention_mask": mask, "labels": ids[:, 0] % NUM_CLASSES}
 
 
+def build_gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=40, n_positions=12, n_embd=8, n_layer=1, n_head=2, bos_token_id=None, eos_token_id=None
+    )
+    return GPT2LMHeadModel(config)
+
+
+def test_the_predictions_of_a_causal_model_have_no_cache() -> None:
+    data = {"input_ids": sentences()["input_ids"]}
+    with pl.Trainer.setup_head(build_gpt2, sgd, data=data, global_batch=8, runtime=pl.Runtime(quiet=True)) as trainer:
+        outputs = trainer.predict(data)
+    assert outputs.logits.shape == (20, 10, 40)
+    assert outputs.past_key_values is None
+
+
 def train_bert(head: Any = build_bert, **settings: Any) -> tuple[str, list[float], torch.Tensor]:
     settings = {"data": sentences(), "global_batch": 8, "micro_batch": 2, "exact": True, "quiet": True, **settings}
     with pl.Trainer.setup_head(

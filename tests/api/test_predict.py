@@ -13,7 +13,7 @@ from grouping import grouped
 from models import digest, mlp, vectors
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from worker_pool import WorkerPool
+from worker_pool import WorkerPool, WorkersFailed
 
 import paceline as pl
 from paceline.data.sources.base import as_source
@@ -118,6 +118,14 @@ def test_lists_may_hold_anything_that_can_travel(pool: WorkerPool) -> None:
 def test_outputs_that_have_no_row_per_sample_are_refused(fn: Any, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=re.escape(text)):
         predict(torch.arange(23), fn)
+
+
+def test_outputs_of_different_structure_on_two_workers_are_refused(pool: WorkerPool) -> None:
+    def by_half(_: Any, batch: Any) -> Any:
+        return (batch, batch) if batch[0] < 12 else (batch,)
+
+    with pytest.raises(WorkersFailed, match="fn returned outputs of different structure"):
+        pool.run(lambda: predict(torch.arange(24), by_half), 2)
 
 
 def test_the_model_is_in_evaluation_mode_and_nothing_is_left_of_it() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -199,21 +200,45 @@ def test_only_rank_0_draws(pool: WorkerPool) -> None:
 
 
 @pytest.mark.parametrize("sampler", [
-    lambda: SubsetRandomSampler(range(5, 25)),
+    lambda: SubsetRandomSampler(range(5, 10)),
     lambda: RandomSampler(TENS, replacement=True, num_samples=30, generator=torch.Generator().manual_seed(5)),
     lambda: BatchSampler(SubsetRandomSampler(range(5), generator=torch.Generator()), 3, False),
 ])  # fmt: skip
 def test_an_epochs_order_depends_on_seed_and_epoch_alone(sampler: Any) -> None:
-    fresh = Ordered(as_source(TENS), sampler(), seed=3)
-    used = Ordered(as_source(TENS), sampler(), seed=3)
+    in_batches = isinstance(sampler(), BatchSampler)
+    fresh = Ordered(as_source(TENS), sampler(), seed=3, in_batches=in_batches)
+    used = Ordered(as_source(TENS), sampler(), seed=3, in_batches=in_batches)
     torch.manual_seed(0)
-    expected = [fresh.draw(epoch) for epoch in range(3)]
+
+    def drawn_from(data: Ordered, epoch: int) -> list[list[int]]:
+        return [numbers.tolist() for numbers in data.draw(epoch)]
+
+    expected = [drawn_from(fresh, epoch) for epoch in range(3)]
     torch.manual_seed(1)
-    state, drawn = torch.get_rng_state(), {epoch: used.draw(epoch) for epoch in (2, 0, 2, 1)}
+    state, drawn = torch.get_rng_state(), {epoch: drawn_from(used, epoch) for epoch in (2, 0, 2, 1)}
     assert [drawn[epoch] for epoch in range(3)] == expected
     assert expected[0] != expected[1]
     assert torch.equal(torch.get_rng_state(), state), "the user's generators go on as if nothing had been drawn"
-    assert Ordered(as_source(TENS), sampler(), seed=4).draw(0) != expected[0]
+    assert drawn_from(Ordered(as_source(TENS), sampler(), seed=4, in_batches=in_batches), 0) != expected[0]
+
+
+def test_a_long_order_is_drawn_in_blocks() -> None:
+    """A list of all indices as Python's integers takes 36 bytes or more each, an array 8."""
+    length = 200_000
+
+    def bytes_of(in_batches: bool) -> float:
+        sampler: Any = [range(i, i + 4) for i in range(0, length, 4)] if in_batches else range(length)
+        data = Ordered(as_source(torch.empty(length, 0)), sampler, in_batches=in_batches)
+        epochs = epochs_of(data, Steps(length, 4, 1), SingleCommunicator(World()), seed=0, shuffle=False)
+        tracemalloc.start()
+        epoch = epochs.begin(0)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert np.array_equal(epoch.indices(0, length), np.arange(length))
+        return peak / length
+
+    assert bytes_of(in_batches=False) < 24
+    assert bytes_of(in_batches=True) < 24
 
 
 @pytest.mark.parametrize("feed_kind", ["sharded", "dispatched"])
@@ -416,10 +441,11 @@ def test_a_loader_with_an_iteration_of_its_own_is_refused() -> None:
         ([0.5], False, "list gave 0.5 in epoch 0"),
         ([[0], []], True, "list gave an empty batch 1 in epoch 0"),
         ([[0], [11]], True, "list gave 0 to 11 in epoch 0"),
+        ([3, 4], False, "list gave 2 samples in epoch 0: it must give at least the 4 of a batch, since .* drop_last"),
     ],
 )
 def test_what_a_sampler_must_not_give(sampler: Any, in_batches: bool, text: str) -> None:
-    data = Ordered(as_source(TENS), sampler, seed=0, in_batches=in_batches)
+    data = Ordered(as_source(TENS), sampler, seed=0, in_batches=in_batches, multiple_of=4 if sampler == [3, 4] else 1)
     with pytest.raises(ValueError, match=text):
         epochs_of(data, Steps(2, 2, 1), SingleCommunicator(World()), seed=0, shuffle=False).begin(0)
 

@@ -15,7 +15,7 @@ import torch
 from grouping import grouped
 from models import digest, mlp, vectors
 from torch.nn import functional
-from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Sampler, TensorDataset, WeightedRandomSampler
 from training import train
 from worker_pool import WorkerPool
 
@@ -23,6 +23,7 @@ import paceline as pl
 from paceline.data.sources.base import Columns
 from paceline.data.sources.batches import num_samples_of
 from paceline.data.sources.skip_bad import Skipped
+from paceline.data.sources.streams import BatchStream
 
 X, Y = vectors(50)
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
@@ -316,3 +317,17 @@ def test_bad_samples_need_numbers(data: Any) -> None:
     size = {"batches_per_step": 1} if isinstance(data, DataLoader) else {"global_batch": 2}
     with pytest.raises(ValueError, match="skip_bad_samples needs data with numbered samples"):
         train(data, skip_bad_samples=True, **size)
+
+
+def test_the_parts_of_a_loader_know_the_epoch() -> None:
+    class ByEpoch(Sampler[int]):
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Any:
+            return iter([self.epoch, self.epoch + 1])
+
+    stream = BatchStream(pl.Batches(DataLoader(range(10), 2, sampler=ByEpoch())).iterables, seed=0)
+    assert [[batch.tolist() for batch in stream.open(0, 1, epoch)] for epoch in (0, 4)] == [[[0, 1]], [[4, 5]]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -74,7 +75,12 @@ def head_prediction(model: Any, batch: Any) -> Any:
         return own(batch)
     if isinstance(batch, Mapping):
         batch = {name: value for name, value in batch.items() if name != "labels"}
-    return _call(model, batch)
+    output = _call(model, batch)
+    # Models of transformers name what is no prediction, such as the cache of keys and values.
+    ignored = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", ())
+    if isinstance(output, Mapping) and dataclasses.is_dataclass(output):
+        return dataclasses.replace(output, **{name: None for name in ignored if name in output})
+    return output
 
 
 def _call(model: Any, batch: Any) -> Any:

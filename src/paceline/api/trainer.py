@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from numbers import Integral
 from os import PathLike
@@ -36,7 +36,7 @@ from paceline.run.evaluation.evaluate import EvaluationData, evaluate
 from paceline.run.evaluation.predict import predict
 from paceline.run.memory import memory_report
 from paceline.run.report import Report
-from paceline.run.run import Run, TrainingEpoch, autocast
+from paceline.run.run import Run, TrainingEpoch
 from paceline.run.saving.export import export_weights, save_pretrained
 from paceline.run.saving.options import Checkpoints
 from paceline.run.saving.state import HasState, plain_model
@@ -131,13 +131,13 @@ class Trainer:
         if shard is not None:
             optimization = replace(optimization, shard=shard)
         recording = run if isinstance(run, Recording) or run is None else Recording(run)
-        known = {field.name for field in fields(LoadingOptions)}
-        options = LoadingOptions(
+        options = LoadingOptions.of(
+            batching,
+            loading,
             global_batch=global_batch,
             micro_batch=micro_batch,
             shuffle=shuffle,
             strategy_sets_step=isinstance(strategy, Cadence),
-            **{name: value for name, value in (vars(batching) | vars(loading)).items() if name in known},
         )
         adopted = adopt(data, options, seed)
         config = RunConfig(
@@ -260,20 +260,19 @@ class Trainer:
         this: model and optimizer are functions that build them. All workers of a world call it together, and each
         measures its own device.
         """
-        from paceline.run.micro_batch_finder import Trials, find, replica_for_trials
+        from paceline.run.micro_batch_finder import find_micro_batch
 
-        if not callable(optimizer) or isinstance(model, torch.nn.Module):
-            raise ValueError("find_micro_batch trains a copy: give functions that build the model and its optimizer")
-        source, _ = adopt_for_evaluation(data, collate_fn, seed=0)
-        with replica_for_trials(model, optimizer, World.from_environment(device), exact, runtime) as replica_and_link:
-            replica, communicator = replica_and_link
-            world = communicator.world
-
-            def loss_of(model: Any, batch: Any) -> torch.Tensor:
-                with autocast(precision, world.device):
-                    return loss_fn(model, batch)
-
-            return find(Trials(replica, loss_of, source, world.device), global_batch, communicator)
+        return find_micro_batch(
+            model,
+            optimizer,
+            loss_fn,
+            adopt_for_evaluation(data, collate_fn, seed=0).source,
+            global_batch,
+            precision=precision,
+            exact=exact,
+            world=World.from_environment(device),
+            runtime=runtime,
+        )
 
     @classmethod
     def builder(
@@ -559,10 +558,12 @@ class Trainer:
         self, operation: Callable[[Any, EvaluationData], Any], data: Any, micro_batch: int | None, collate_fn: Any
     ) -> Any:
         run = self.run
-        default_size = run.steps.micro_batch
+        default_size, readers = run.steps.micro_batch, run.config.loading.readers or 0
 
         def operate() -> Any:
-            made = EvaluationData(data, run.communicator, run.config.seed, default_size, micro_batch, collate_fn)
+            made = EvaluationData(
+                data, run.communicator, run.config.seed, default_size, micro_batch, collate_fn, readers
+            )
             return operation(run.model, made)
 
         with run.timeline.during("evaluation"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from paceline.data.array_loader import ArrayLoader
 from paceline.data.epochs import NumberedData, Ordered, source_of
-from paceline.data.feeds.make_feed import FeedKind, as_data
+from paceline.data.feeds.make_feed import FeedKind, as_data, is_stream
 from paceline.data.sources.base import Columns, Samples, Source, as_source
 from paceline.data.sources.batches import Batches, PerWorker, WholeBatches
 from paceline.data.sources.skip_bad import SkipBad, Skipped
@@ -45,6 +45,12 @@ class LoadingOptions:
     collate_fn: Callable[[list[Any]], Any] | None = None
     skip_bad_samples: bool | Callable[[Skipped], None] = False
     resident: bool = False
+
+    @classmethod
+    def of(cls, *groups: object, **given: Any) -> LoadingOptions:
+        """From a run's groups of settings and single settings, of which some have nothing to do with reading."""
+        values = given | {name: value for group in groups for name, value in vars(group).items()}
+        return cls(**{each.name: values[each.name] for each in fields(cls) if each.name in values})
 
 
 @dataclass(frozen=True)
@@ -79,24 +85,35 @@ def adopt(data: Any, options: LoadingOptions, seed: int) -> Adopted:
     return replace(adopted, data=_without_bad(adopted.data, options)) if options.skip_bad_samples else adopted
 
 
-def adopt_for_evaluation(
-    data: Any, collate_fn: Callable[[list[Any]], Any] | None, seed: int
-) -> tuple[Source, int | None]:
-    """Data of which every sample is visited once, and its batch size if it has one."""
+class VisitedData(NamedTuple):
+    """Data of which every sample is visited once. `batch_size`, `readers`: of a DataLoader; None if not given."""
+
+    source: Source
+    batch_size: int | None = None
+    readers: int | None = None
+
+
+def adopt_for_evaluation(data: Any, collate_fn: Callable[[list[Any]], Any] | None, seed: int) -> VisitedData:
     if isinstance(data, ArrayLoader):
         if data.drop_last:
             raise ValueError("every sample is visited once here, but the ArrayLoader has drop_last=True: leave it out")
-        return as_source(data.columns, collate_fn=collate_fn), data.batch_size
-    if not isinstance(data, DataLoader):
-        return as_source(data, collate_fn=collate_fn, seed=seed), None
-    batches = _LoaderBatches.of(data)
-    has_order = batches.size is not None and batches.shuffle is not None and not batches.drop_last
-    if isinstance(data.dataset, IterableDataset) or not has_order:
-        raise ValueError(
-            "every sample is visited once here, so a DataLoader must have a map-style data set, a batch_size, no "
-            "custom sampler and drop_last=False: pass the data set itself"
+        return VisitedData(as_source(data.columns, collate_fn=collate_fn), data.batch_size)
+    stream = data.dataset if isinstance(data, DataLoader) else data
+    if isinstance(stream, Batches | PerWorker) or is_stream(stream):
+        raise TypeError(
+            f"every sample is visited once here, by its number, but a {type(stream).__name__} is a stream, whose "
+            "samples have none: pass a map-style data set, or a list of the stream's samples"
         )
-    return _loader_source(data, _agreed("collate_fn", collate_fn, "collate_fn", _collate_fn(data)), seed), batches.size
+    if not isinstance(data, DataLoader):
+        return VisitedData(as_source(data, collate_fn=collate_fn, seed=seed))
+    batches = _LoaderBatches.of(data)
+    if batches.size is None or batches.shuffle is None or batches.drop_last:
+        raise ValueError(
+            "every sample is visited once here, so a DataLoader must have a batch_size, no custom sampler and "
+            "drop_last=False: pass the data set itself"
+        )
+    source = _loader_source(data, _agreed("collate_fn", collate_fn, "collate_fn", _collate_fn(data)), seed)
+    return VisitedData(source, batches.size, data.num_workers)
 
 
 def _adopted(data: NumberedData | IterableStream, options: LoadingOptions) -> Adopted:
@@ -322,7 +339,7 @@ def _ordered(source: Source, batches: _LoaderBatches, seed: int) -> NumberedData
     data = Ordered(source, batches.sampler if batches.shuffle is None else None, seed, multiple_of=multiple_of)
     if not len(data):
         raise ValueError(
-            f"the DataLoader's drop_last=True leaves nothing of {len(source)} samples with batch_size={multiple_of}: "
-            "choose a smaller batch_size or drop_last=False"
+            f"the DataLoader's drop_last=True leaves nothing of {data.num_drawn} samples with "
+            f"batch_size={multiple_of}: choose a smaller batch_size or drop_last=False"
         )
     return data

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from paceline.comm.base import Communicator
@@ -24,6 +25,9 @@ from paceline.data.feeds.sharded import Epoch, Epochs
 from paceline.data.fingerprint import Facts, facts_of
 from paceline.data.sources.base import Indices, Source
 from paceline.plan.epoch import EpochOrder, Steps
+
+# What a sampler yields is converted in blocks: a list of all indices would take several times an array's memory.
+_BLOCK = 4096
 
 
 @dataclass(frozen=True)
@@ -44,14 +48,16 @@ class Ordered:
 
     def __len__(self) -> int:
         """Samples, or batches, of an epoch; of the first epoch if the sampler has no length."""
-        return self._length // self.multiple_of * self.multiple_of
+        return self.num_drawn // self.multiple_of * self.multiple_of
 
     @cached_property
-    def _length(self) -> int:
+    def num_drawn(self) -> int:
+        """Samples, or batches, before some are left out."""
         try:
             return len(self.source if self.sampler is None else self.sampler)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):
-            return len(self.draw(0))
+            sizes, indices = self.draw(0)
+            return len(sizes if self.in_batches else indices)
 
     def fingerprint(self) -> Facts:
         facts = facts_of(self.source)
@@ -60,10 +66,11 @@ class Ordered:
         known = facts_of(self.sampler).get("content", "")
         return facts | {"order": f"{type(self.sampler).__name__} {known}".strip()}
 
-    def draw(self, epoch: int) -> list[Any]:
-        """What the sampler yields for this epoch, independent of earlier draws."""
+    def draw(self, epoch: int) -> tuple[Indices, Indices]:
+        """The sizes of the sampler's batches, if it yields batches, and all indices; independent of earlier draws."""
         assert self.sampler is not None
-        seed = derive_seed(self.seed, Purpose.ORDER, epoch)
+        seed, name = derive_seed(self.seed, Purpose.ORDER, epoch), type(self.sampler).__name__
+        sizes, blocks = list[int](), list[npt.NDArray[Any]]()
         with host_randomness() as randomness:
             sampler: Any = self.sampler
             while sampler is not None:  # a batch sampler draws from a sampler, which may draw from another one
@@ -73,9 +80,32 @@ class Ordered:
                     sampler.set_epoch(epoch)
                 sampler = getattr(sampler, "sampler", None)
             randomness.seed(seed)
-            with UserCode("drawing from the sampler {} in epoch {}", type(self.sampler).__name__, epoch):
-                drawn = list(self.sampler)
-        return drawn[: len(drawn) // self.multiple_of * self.multiple_of]
+            with UserCode("drawing from the sampler {} in epoch {}", name, epoch):
+                iterator = iter(self.sampler)
+                while drawn := list(islice(iterator, _BLOCK)):
+                    if self.in_batches:
+                        sizes += map(len, drawn)
+                        drawn = list(chain.from_iterable(drawn))
+                    blocks.append(np.asarray(drawn))
+        return np.asarray(sizes, np.int64), self._checked(blocks, sizes, f"{name} gave", f"in epoch {epoch}: it must")
+
+    def _checked(self, blocks: list[npt.NDArray[Any]], sizes: list[int], gave: str, must: str) -> Indices:
+        """All indices, except those that drop_last leaves out."""
+        if not blocks or 0 in sizes:
+            what = f"an empty batch {sizes.index(0)}" if blocks else "no samples"
+            raise ValueError(f"{gave} {what} {must} give at least one sample")
+        length, indices = len(self.source), np.concatenate(blocks)
+        is_valid = indices.ndim == 1 and indices.dtype.kind in "iu"
+        if not is_valid or indices.min() < 0 or indices.max() >= length:
+            shown = f"{indices.min()} to {indices.max()}" if is_valid else repr(indices.tolist()[0])
+            raise ValueError(f"{gave} {shown} {must} give sample indices from 0 to {length - 1}")
+        num_used = len(indices) // self.multiple_of * self.multiple_of
+        if not num_used:
+            raise ValueError(
+                f"{gave} {len(indices)} samples {must} give at least the {self.multiple_of} of a batch, since the "
+                "DataLoader's drop_last=True leaves out a smaller one"
+            )
+        return indices[:num_used].astype(np.int64, copy=False)
 
 
 NumberedData: TypeAlias = Source | Ordered
@@ -104,28 +134,14 @@ def _drawn_epoch(number: int, data: Ordered, steps: Steps, communicator: Communi
     """Rank 0 draws the order and sends it to all workers."""
 
     def broadcast(numbers: Indices) -> Indices:
+        if communicator.world.size == 1:
+            return numbers
         return np.frombuffer(bytearray(from_rank_0(numbers.tobytes(), communicator)), np.int64)
 
     nothing: Indices = np.empty(0, np.int64)
-    sizes, indices = _checked_draw(data, number) if communicator.world.is_main else (nothing, nothing)
+    sizes, indices = data.draw(number) if communicator.world.is_main else (nothing, nothing)
     indices, starts = broadcast(indices), None
     if data.in_batches:
         starts = list(accumulate(broadcast(sizes).tolist(), initial=0))
     length = len(indices) if starts is None else len(starts) - 1
     return Epoch(number, lambda start, stop: indices[start:stop], replace(steps, num_samples=length), starts)
-
-
-def _checked_draw(data: Ordered, epoch: int) -> tuple[Indices, Indices]:
-    """The sizes of the sampler's batches, if it yields batches, and all indices."""
-    name, drawn = type(data.sampler).__name__, data.draw(epoch)
-    sizes = [len(batch) for batch in drawn] if data.in_batches else []
-    if not drawn or 0 in sizes:
-        what = f"an empty batch {sizes.index(0)}" if drawn else "no samples"
-        raise ValueError(f"{name} gave {what} in epoch {epoch}: it must give at least one sample")
-    indices = np.asarray(list(chain.from_iterable(drawn)) if data.in_batches else drawn)
-    length = len(data.source)
-    is_valid = indices.ndim == 1 and indices.dtype.kind in "iu"
-    if not is_valid or indices.min() < 0 or indices.max() >= length:
-        shown = f"{indices.min()} to {indices.max()}" if is_valid else repr(drawn[0])
-        raise ValueError(f"{name} gave {shown} in epoch {epoch}: it must give sample indices from 0 to {length - 1}")
-    return np.asarray(sizes, np.int64), indices.astype(np.int64)

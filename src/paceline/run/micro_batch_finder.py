@@ -24,7 +24,8 @@ from paceline.plan.epoch import divisors
 from paceline.plan.shares import shares
 from paceline.run.determinism import process_settings
 from paceline.run.evaluation.collect import gather
-from paceline.run.settings import Runtime
+from paceline.run.run import autocast
+from paceline.run.settings import Precision, Runtime
 from paceline.run.step.replica import OptimizerFactory, Replica
 
 # A size is timed twice for about this long; the better time counts.
@@ -212,12 +213,32 @@ def try_sizes(sizes: Sequence[int], seconds_per_sample: Callable[[int], float | 
     return {size: sorted(each)[len(each) // 4] for size, each in readings.items()} | dict.fromkeys(too_large)
 
 
-def find(trials: Trials, global_batch: int, communicator: Communicator) -> FoundMicroBatch:
+def find_micro_batch(
+    model: Callable[[], Any],
+    optimizer: OptimizerFactory,
+    loss_fn: Loss,
+    source: Source,
+    global_batch: int,
+    *,
+    precision: Precision,
+    exact: bool,
+    world: World,
+    runtime: Runtime,
+) -> FoundMicroBatch:
     """All workers call it together; each tries sizes on its own device at the same time as the others."""
-    device = communicator.world.device
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        own = try_sizes(candidates(global_batch), trials.seconds_per_sample)
-    by_rank = gather({str(size): -1.0 if each is None else each for size, each in own.items()}, communicator)
+    if not callable(optimizer) or isinstance(model, torch.nn.Module):
+        raise ValueError("find_micro_batch trains a copy: give functions that build the model and its optimizer")
+    with replica_for_trials(model, optimizer, world, exact, runtime) as (replica, communicator):
+        device = communicator.world.device
+
+        def loss_of(model: Any, batch: Any) -> torch.Tensor:
+            with autocast(precision, device):
+                return loss_fn(model, batch)
+
+        trials = Trials(replica, loss_of, source, device)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            own = try_sizes(candidates(global_batch), trials.seconds_per_sample)
+        by_rank = gather({str(size): -1.0 if each is None else each for size, each in own.items()}, communicator)
     sample_s = [{int(size): None if each < 0 else each for size, each in values.items()} for values in by_rank]
     return choose(global_batch, sample_s)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,6 +21,18 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 class Nested(NamedTuple):
     tokens: Any
     rest: Any
+
+
+@dataclass(frozen=True)
+class Record:
+    image: torch.Tensor
+    name: str
+
+
+@dataclass(slots=True)
+class Records:
+    inner: list[Record]
+    ids: torch.Tensor
 
 
 class Opaque:
@@ -78,6 +91,17 @@ def test_mappings_keep_their_type(make: Callable[..., Any]) -> None:
     assert batch["x"].device == CPU
     assert getattr(moved, "default_factory", None) is getattr(batch, "default_factory", None)
     assert getattr(moved, "note", None) == getattr(batch, "note", None)
+
+
+def test_tensors_in_data_classes_move_too() -> None:
+    batch = Records([Record(torch.ones(2), "first")], torch.ones(3))
+    moved = to_device(batch, META)
+    assert type(moved) is Records
+    assert type(moved.inner[0]) is Record
+    assert moved.inner[0].name == "first"
+    assert [tensor.device for tensor in tensors_in(moved)] == [META, META]
+    assert [tensor.device for tensor in tensors_in(batch)] == [CPU, CPU]
+    assert to_device(Record, META) is Record, "a class has no tensors"
 
 
 def test_a_packed_sequence_keeps_its_lengths_on_the_host() -> None:

@@ -15,6 +15,7 @@ from worker_pool import WorkerPool
 from paceline.data.fingerprint import is_hf_dataset
 from paceline.data.sources.arrow import HfTable
 from paceline.data.sources.base import Samples, as_source
+from paceline.data.sources.streams import IterableStream
 
 datasets = pytest.importorskip("datasets")
 
@@ -169,3 +170,28 @@ def test_a_data_set_with_a_read_method_is_a_data_set() -> None:
             return index
 
     assert isinstance(as_source(DataSetThatReads()), Samples)
+
+
+def test_a_divided_stream_comes_in_another_order_in_every_epoch(dataset: Any) -> None:
+    stream = IterableStream(dataset.to_iterable_dataset(num_shards=2).shuffle(seed=3, buffer_size=5))
+    order = [[[row["text"] for row in stream.open(shard, 2, epoch)] for shard in (0, 1)] for epoch in (0, 1, 0)]
+    assert order[0] == order[2]
+    assert order[0] != order[1]
+    assert sorted(order[1][0] + order[1][1]) == [str(i) for i in range(10)]
+
+
+def test_a_shard_knows_the_epoch() -> None:
+    class Files:
+        num_shards = 2
+        epoch = 0
+
+        def shard(self, num_shards: int, index: int) -> Any:
+            return Files()
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Any:
+            return iter([self.epoch])
+
+    assert [list(IterableStream(Files()).open(1, 2, epoch)) for epoch in (0, 3)] == [[0], [3]]

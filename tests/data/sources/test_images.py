@@ -186,3 +186,27 @@ def test_without_pillow_the_error_says_what_to_install(folder: Path, monkeypatch
 def test_images_outside_of_the_folder_are_refused(folder: Path, index: int) -> None:
     with pytest.raises(IndexError, match="are out of range: the source has 5"):
         ImageFolder(folder, 8).read(indices(0, index), 0, 0)
+
+
+def test_images_with_16_bits_are_scaled_not_clipped(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    ramp = np.tile(np.arange(8, dtype=np.uint16) * 8192, (8, 1))
+    Image.fromarray(ramp).save(tmp_path / "c" / "a.png")
+    Image.fromarray((ramp >> 8).astype(np.uint8)).save(tmp_path / "c" / "b.png")
+    x = ImageFolder(tmp_path, 8, train=False).read(np.array([0, 1]), 0, 0).x
+    assert torch.equal(x[0], x[1])
+    assert len(x[0].unique()) > 3
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_an_image_of_an_unknown_range_is_an_error(tmp_path: Path, dtype: Any) -> None:
+    (tmp_path / "c").mkdir()
+
+    def save(value: int) -> None:
+        Image.fromarray(np.full((4, 4), value, dtype)).save(tmp_path / "c" / "a.tif")
+
+    save(255)
+    assert ImageFolder(tmp_path, 4, mean=(0, 0, 0), std=(1, 1, 1)).read(np.array([0]), 0, 0).x.unique().tolist() == [1]
+    save(70000)
+    with pytest.raises(SampleError, match="its values reach 70000, of no known range: save it with 8 or 16 bits"):
+        ImageFolder(tmp_path, 4).read(np.array([0]), 0, 0)

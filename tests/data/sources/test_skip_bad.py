@@ -14,9 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from torch import nn
 
 from paceline.data.errors import SampleError, naming_sample
-from paceline.data.sources.base import as_source, collate
+from paceline.data.sources.base import as_source
 from paceline.data.sources.collate import join
 from paceline.data.sources.images import ImageFolder
 from paceline.data.sources.skip_bad import SkipBad, Skipped
@@ -78,6 +79,20 @@ def test_nothing_is_left_of_a_micro_batch_of_bad_samples() -> None:
     source = SkipBad(as_source(Holey({2, 5})), lambda _: None)
     assert source.read_counted(indices(5, 2), 0, 0)[:2] == (None, 0)
     assert source.read(indices(2), 0, 0) is None
+
+
+def test_samples_that_are_all_bad_are_an_error() -> None:
+    source = SkipBad(as_source(Holey(set(range(100)), 100)))
+    for first in range(0, 60, 4):
+        assert len(source.read_counted(np.arange(first, first + 4), 0, first).skipped) == 4
+    text = "the first 64 samples that were read are all bad, sample 63 by OSError: nothing at 63: check the code"
+    with pytest.raises(SampleError, match=text):
+        source.read_counted(np.arange(60, 64), 0, 60)
+
+
+def test_after_one_good_sample_any_number_may_be_bad() -> None:
+    source = SkipBad(as_source(Holey(set(range(1, 100)), 100)), lambda _: None)
+    assert [source.read_counted(indices(i), 0, i).num_samples for i in range(100)] == [1] + [0] * 99
 
 
 @given(bad=st.sets(st.integers(0, 11)), data=st.data())
@@ -155,16 +170,24 @@ A, B = torch.zeros(2), torch.zeros(3)
 )
 def test_unequal_shapes_are_named(samples: list[Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        join(collate, samples, [10, 11, 12][: len(samples)])
+        join(None, samples, [10, 11, 12][: len(samples)])
 
 
 def test_other_failures_of_joining_stay_what_they_are() -> None:
     with pytest.raises(TypeError) as caught:
-        join(collate, [object(), object()], [3, 4])
+        join(None, [object(), object()], [3, 4])
     assert caught.value.__notes__ == ["while joining samples [3, 4] of the data set to a micro-batch"]
     texts = [{"x": object(), "y": "long"}, {"x": object(), "y": "longer"}]  # texts may differ in length
     with pytest.raises(TypeError, match="default_collate"):
-        join(collate, texts, [3, 4])
+        join(None, texts, [3, 4])
+
+
+def test_an_error_of_a_collate_function_stays_what_it_is() -> None:
+    def pad(samples: list[Any]) -> Any:
+        return {"x": nn.utils.rnn.pad_sequence(samples)}["y"]
+
+    with pytest.raises(KeyError, match="y"):
+        join(pad, [A, B], [0, 1])
 
 
 def test_a_collate_function_may_join_unequal_shapes() -> None:

@@ -62,6 +62,14 @@ def test_one_or_three_columns_make_tuples(data: Any) -> None:
     assert [part.tolist() for part in batch] == [column[[4]].tolist() for column in columns]
 
 
+def test_columns_in_a_named_tuple_keep_its_type() -> None:
+    for kind in (namedtuple("Pictures", ["image", "label"]), namedtuple("Weighed", ["image", "label", "weight"])):
+        batch = read(kind(X, *[Y] * (len(kind._fields) - 1)), 3, 1)
+        assert type(batch) is kind
+        assert torch.equal(batch.image, X[[3, 1]])
+        assert torch.equal(batch.label, Y[[3, 1]])
+
+
 @pytest.mark.parametrize("kind", [dict, OrderedDict])
 def test_named_columns_make_dicts(kind: Callable[..., Any]) -> None:
     batch = read(kind(tokens=X, mask=Y.numpy()), 2, 9)
@@ -206,6 +214,9 @@ class Endless(IterableDataset):
         ({"x": X, "n": 3}, {}, TypeError, "data is a dict of Tensor, int: columns must all be tensors or arrays"),
         ((X, [1] * 10), {}, TypeError, "data is a tuple of Tensor, list: columns must all be .* put them in a list"),
         ((X, torch.tensor(1)), {}, TypeError, "data is a tuple of Tensor, Tensor: columns must all be"),
+        (((X[0], 1), (X[1], 0)), {}, TypeError, "data is a tuple of tuple, tuple: columns must all be .* in a list"),
+        (([1.0, 2.0], [0, 1]), {}, TypeError, "data is a tuple of list, list: columns must all be"),
+        (tuple("abcdefghijkl"), {}, TypeError, r"data is a tuple of (str, ){8}\.\.\.: columns must all be"),
         (X, {"collate_fn": list}, ValueError, "collate_fn joins samples, but data is given as whole columns: pass a"),
     ],
 )

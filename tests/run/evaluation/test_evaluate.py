@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +15,12 @@ from grouping import grouped
 from models import digest, mlp, vectors
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from worker_pool import WorkerPool, WorkersFailed
 
 import paceline as pl
-from paceline.data.sources.base import Pair
+from paceline.data.sources.base import Pair, as_source
+from paceline.data.sources.skip_bad import SkipBad
 
 TRAIN, TEST = vectors(16), vectors(23, seed=9)
 
@@ -292,6 +295,66 @@ def test_bad_micro_batch_and_data_are_named() -> None:
         evaluate(data=[])
     with pytest.raises(TypeError, match="data is a int"):
         evaluate(data=3)
+    text = "every sample is visited once here, by its number, but a {} is a stream, whose samples have none: pass a"
+    for data, name in ((Stream(), "Stream"), (DataLoader(Stream(), 2), "Stream"), (pl.Batches([TEST]), "Batches")):
+        with pytest.raises(TypeError, match=text.format(name)):
+            evaluate(data=data)
+
+
+class Stream(IterableDataset):
+    """Torch's own __getitem__ would raise a NotImplementedError."""
+
+    def __iter__(self) -> Any:
+        return iter(TEST[0])
+
+    def __len__(self) -> int:
+        return len(TEST[0])
+
+
+class ReadBy(Dataset):
+    """The process that reads each sample."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+def test_reader_processes_read_for_an_evaluation_too() -> None:
+    own = os.getpid()
+
+    def num_processes(data: Any, **settings: Any) -> int:
+        seen: list[int] = []
+        with setup(**settings) as trainer:
+            trainer.evaluate(data, lambda _, batch: float(len(seen.extend(batch.tolist()) or [])), micro_batch=1)
+        return 0 if own in seen else len(set(seen))
+
+    assert num_processes(ReadBy()) == 0
+    assert num_processes(ReadBy(), readers=2) == 2
+    assert num_processes(DataLoader(ReadBy(), 2, num_workers=2)) == 2
+    assert num_processes(DataLoader(ReadBy(), 2), readers=2) == 0, "the DataLoader says that it has none"
+
+
+def test_the_result_does_not_depend_on_who_reads() -> None:
+    pairs = list(zip(*TEST, strict=True))
+    assert evaluate(data=pairs, readers=2) == evaluate(data=pairs)
+    with setup(readers=3) as trainer:
+        assert torch.equal(trainer.predict(pairs), trainer.predict(TEST))
+
+
+def test_bad_samples_are_reported() -> None:
+    class Broken(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            if index == 2:
+                raise OSError("no such image")
+            return super().__getitem__(index)
+
+    skipped: list[int] = []
+    data = SkipBad(as_source(Broken(range(6))), lambda bad: skipped.append(bad.index))
+    with setup() as trainer:
+        assert trainer.evaluate(data, lambda _, batch: batch.double().mean()) == (0 + 1 + 3 + 4 + 5) / 5
+    assert skipped == [2]
 
 
 def test_a_collate_function_for_the_evaluation() -> None:

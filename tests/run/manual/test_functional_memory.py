@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -142,6 +143,17 @@ def test_a_batch_is_cut_wherever_it_has_a_row_per_sample() -> None:
     assert second[0]["scale"] == 2.0
     assert third[0]["pair"][0].tolist() == Y[4:5].tolist()
     assert third[0]["pair"][1] == 3
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+    names: list[str]
+
+
+def test_a_data_class_is_cut_too() -> None:
+    _, second = parts(Batch(torch.arange(3), ["a", "b", "c"]), 3, 2)
+    assert (second[0].x.tolist(), second[0].names, second[1]) == ([2], ["c"], 1)
 
 
 def test_a_last_batch_of_one_sample_is_explained_where_batch_norm_cannot_take_it() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,21 +143,20 @@ def evaluated(project: Project) -> tuple[Any, int]:
     data, collate = project.data("evaluation"), project.settings.data.collate
     collate_fn: Any = collate and collate.build()
     try:
-        return data, len(adopt_for_evaluation(data, collate_fn, seed=0)[0])
+        return data, len(adopt_for_evaluation(data, collate_fn, seed=0).source)
     except (TypeError, ValueError) as error:
         raise fail(project.origin("data.evaluation"), f"data.evaluation: {error}") from error
 
 
 def _steps_per_epoch(data: Any, arguments: dict[str, Any]) -> int | None:
     """As `Trainer.setup` will count them, for schedules that end with the last epoch; None if unknown."""
-    given = arguments | vars(arguments["batching"]) | vars(arguments["loading"])
-    known = {each.name: given[each.name] for each in fields(LoadingOptions) if each.name in given}
-    has_cadence = isinstance(arguments["strategy"], Cadence)
-    adopted = adopt(data, LoadingOptions(**known, strategy_sets_step=has_cadence), arguments["seed"])
+    batching, has_cadence = arguments["batching"], isinstance(arguments["strategy"], Cadence)
+    options = LoadingOptions.of(batching, arguments["loading"], **arguments, strategy_sets_step=has_cadence)
+    adopted = adopt(data, options, arguments["seed"])
     if adopted.global_batch is None or isinstance(adopted.data, IterableStream):
         return None
     sizes = adopted.global_batch, adopted.micro_batch or adopted.global_batch
-    return Steps(len(adopted.data), *sizes, given["drop_last"]).num_steps
+    return Steps(len(adopted.data), *sizes, batching.drop_last).num_steps
 
 
 def _stop_on_divergence(trainer: Trainer, settings: ProjectSettings) -> None:

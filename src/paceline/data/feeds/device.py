@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any
@@ -36,7 +37,10 @@ class DeviceCopier:
 
 
 def to_device(batch: Any, device: torch.device, *, pin: bool = False) -> Any:
-    """The batch with all tensors in nested tuples, lists and dicts on the device. `pin`: copied from pinned memory."""
+    """The batch with all tensors in nested tuples, lists, dicts and data classes on the device.
+
+    `pin`: they are copied from pinned memory.
+    """
 
     def move(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -53,6 +57,10 @@ def to_device(batch: Any, device: torch.device, *, pin: bool = False) -> Any:
 
 def map_items(value: Any, function: Callable[[Any], Any]) -> Any:
     """A container of the same type with `function` applied to its items; any other value is returned unchanged."""
+    # First: outputs of transformers are dicts too, but cannot be updated.
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        items = {each.name: function(getattr(value, each.name)) for each in dataclasses.fields(value) if each.init}
+        return dataclasses.replace(value, **items)
     if isinstance(value, Mapping):
         items = {key: function(item) for key, item in value.items()}
         if not hasattr(value, "update"):
@@ -66,9 +74,11 @@ def map_items(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def tensors_in(batch: Any) -> list[torch.Tensor]:
-    """All tensors in nested tuples, lists and dicts."""
+    """All tensors in nested tuples, lists, dicts and data classes."""
     if isinstance(batch, torch.Tensor):
         return [batch]
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        batch = [getattr(batch, each.name) for each in dataclasses.fields(batch)]
     if isinstance(batch, Mapping | list | tuple):
         items = batch.values() if isinstance(batch, Mapping) else batch
         return [tensor for item in items for tensor in tensors_in(item)]

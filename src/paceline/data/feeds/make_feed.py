@@ -25,10 +25,14 @@ if TYPE_CHECKING:
 
 def as_data(data: Any, *, collate_fn: Callable[[list[Any]], Any] | None, seed: int) -> Source | IterableStream:
     """The source or stream for what the user passed as `data`."""
+    return IterableStream(data, seed) if is_stream(data) else as_source(data, collate_fn=collate_fn, seed=seed)
+
+
+def is_stream(data: Any) -> bool:
+    """Whether the data can only be iterated over."""
     has_numbers = hasattr(data, "__len__") and (hasattr(data, "__getitem__") or hasattr(data, "read"))
     # Every torch Dataset has __getitem__, including those that can only be iterated over.
-    is_iterable_only = isinstance(data, IterableDataset) or (not has_numbers and hasattr(data, "__iter__"))
-    return IterableStream(data, seed) if is_iterable_only else as_source(data, collate_fn=collate_fn, seed=seed)
+    return isinstance(data, IterableDataset) or (not has_numbers and hasattr(data, "__iter__"))
 
 
 def make_link(world: World, timeout_s: float, join_timeout_s: float, at: RendezvousPoint | None = None) -> Link:

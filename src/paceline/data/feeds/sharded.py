@@ -118,7 +118,9 @@ class ShardedFeed:
         self._at_once = settings.at_once
         self._read = reader_of(source, is_weighed=settings.weight_fn is not None)
         self._deliver = Delivery(source, communicator.world.device, settings.weight_fn)
-        self._prefetcher = _prefetcher(source, self._read, settings, communicator.timeout_s)
+        self._prefetcher = prefetcher_of(
+            source, self._read, settings.readers, communicator.timeout_s, depth=settings.prefetch
+        )
         self._epoch: Epoch | None = None
         self._plan: Plan = ()
         self._position = Position()
@@ -228,13 +230,13 @@ def weight_of(batch: Any, weight_fn: Callable[[Any], int]) -> int:
     return weight
 
 
-def _prefetcher(
-    source: Source, read: Callable[[Request], Read], settings: DataSettings, timeout_s: float
+def prefetcher_of(
+    source: Source, read: Callable[[Request], Read], num_readers: int, timeout_s: float, depth: int | None = None
 ) -> Prefetcher | None:
-    count, depth = settings.readers, settings.prefetch
-    if count or reads_in_thread(source):
-        readers = ReaderProcesses(read, count, timeout_s) if count else ReaderThread(read, timeout_s)
-        return Prefetcher(readers, depth or 2 * max(1, count))
+    """Reads ahead in processes, or in a thread if the source allows that; None if the source is read on demand."""
+    if num_readers or reads_in_thread(source):
+        readers = ReaderProcesses(read, num_readers, timeout_s) if num_readers else ReaderThread(read, timeout_s)
+        return Prefetcher(readers, depth or 2 * max(1, num_readers))
     if depth:
         raise ValueError(
             f"prefetch={depth} needs reader processes: this data runs user code, which must not run in a thread "

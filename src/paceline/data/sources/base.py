@@ -22,10 +22,12 @@ from paceline.data.errors import UserCode
 from paceline.data.fingerprint import Facts, facts_of, is_hf_dataset, tensor_facts
 from paceline.data.sources.collate import Pair as Pair
 from paceline.data.sources.collate import Read as Read
-from paceline.data.sources.collate import collate, counted, join
+from paceline.data.sources.collate import counted, join
 from paceline.plan.epoch import Indices as Indices
 
 Collate = Callable[[list[Any]], Any]
+
+_MAX_SHOWN = 8  # parts of the data in an error message
 
 
 class Source(Protocol):
@@ -125,8 +127,7 @@ class Columns:
         else:
             arrays = list(columns) if isinstance(columns, tuple) else [columns]
             names = [*map(str, range(len(arrays)))]
-            is_pair = isinstance(columns, tuple) and len(columns) == 2
-            self._pack = Pair._make if is_pair else tuple if isinstance(columns, tuple) else itemgetter(0)
+            self._pack = _packer_of(columns) if isinstance(columns, tuple) else itemgetter(0)
         self._names, self._tensors = names, [*map(_as_tensor, arrays)]
         lengths = [*map(len, self._tensors)]
         if len(set(lengths)) > 1:
@@ -183,7 +184,7 @@ class CollatingSource(Seeded):
         raise NotImplementedError
 
     def _join(self, samples: list[Any], indices: list[int]) -> tuple[Any, list[Any]]:
-        return join(self._collate_fn or collate, samples, indices), samples
+        return join(self._collate_fn, samples, indices), samples
 
 
 class Samples(WrappedData, CollatingSource):
@@ -299,14 +300,19 @@ def _is_columns(data: Any) -> bool:
     if not isinstance(data, tuple | Mapping):
         return False
     parts = list(data.values()) if isinstance(data, Mapping) else data
-    are_columns = [isinstance(part, torch.Tensor | np.ndarray) and part.ndim > 0 for part in parts]
-    if not all(are_columns) and (any(are_columns) or isinstance(data, Mapping)):
-        kinds = ", ".join(type(part).__name__ for part in parts)
+    if not all(isinstance(part, torch.Tensor | np.ndarray) and part.ndim > 0 for part in parts):
+        kinds = [type(part).__name__ for part in parts[:_MAX_SHOWN]] + ["..."] * (len(parts) > _MAX_SHOWN)
         raise TypeError(
-            f"data is a {type(data).__name__} of {kinds}: columns must all be tensors or arrays with one row per "
-            "sample; to pass single samples, put them in a list"
+            f"data is a {type(data).__name__} of {', '.join(kinds)}: columns must all be tensors or arrays with one "
+            "row per sample; to pass single samples, put them in a list"
         )
     return bool(parts)
+
+
+def _packer_of(columns: tuple[Any, ...]) -> Callable[[list[torch.Tensor]], Any]:
+    """A named tuple keeps its type, as torch's collation does."""
+    named: Callable[[list[torch.Tensor]], Any] | None = getattr(columns, "_make", None)
+    return named or (Pair._make if len(columns) == 2 else tuple)
 
 
 def _as_tensor(column: torch.Tensor | npt.NDArray[Any]) -> torch.Tensor:

@@ -23,7 +23,8 @@ class Batches:
     Args:
         iterable: an object that restarts whenever it is iterated over, or a function that returns an iterator.
             It must give the same batches each time it is started for the same epoch. Python's, NumPy's and torch's
-            generators are seeded by (seed, epoch, batch) while it runs, and `set_epoch` is called if it exists.
+            generators are seeded by (seed, epoch, batch) while it runs, and `set_epoch` is called if it exists, also
+            of a DataLoader's data set and samplers.
     """
 
     def __init__(self, iterable: Iterable[Any] | Callable[[], Iterable[Any]]) -> None:

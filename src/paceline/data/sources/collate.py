@@ -56,13 +56,15 @@ def counted(batch: Any, samples: Sequence[Any], *, is_weighed: bool) -> Read:
     return Read(None, 0)
 
 
-def join(collate: Callable[[list[Any]], Any], samples: list[Any], indices: Sequence[int]) -> Any:
-    """The samples as one micro-batch. If `collate` fails because shapes differ, the error names two such samples."""
+def join(collate_fn: Callable[[list[Any]], Any] | None, samples: list[Any], indices: Sequence[int]) -> Any:
+    """The samples as one micro-batch. If torch's collation fails because shapes differ, the error names two samples."""
     with UserCode("joining samples {} of the data set to a micro-batch", indices):
+        if collate_fn is not None:
+            return collate_fn(samples)  # its errors are its own: it may pad samples of different shapes
         try:
             return collate(samples)
         except Exception as error:
-            if isinstance(error, StopIteration) or (problem := _problem(samples, indices)) is None:
+            if (problem := _problem(samples, indices)) is None:
                 raise
             raise ValueError(problem) from error
 

@@ -100,7 +100,7 @@ class ImageFolder(Seeded):
         """The image cropped, scaled and possibly flipped: (size, size, 3)."""
         pil = _pillow()
         with pil.open(self._files[index]) as image:
-            rgb = image.convert("RGB")
+            rgb = _in_8_bits(image).convert("RGB")
         width, height = rgb.size
         # A separate generator, which no other thread draws from.
         draw = random.Random(derive_seed(self._seed, Purpose.SAMPLE, epoch, index)) if self._train else None
@@ -109,6 +109,15 @@ class ImageFolder(Seeded):
         array: npt.NDArray[np.uint8]
         array = np.asarray(rgb.resize((self._size, self._size), pil.Resampling.BILINEAR, box=box))
         return array[:, ::-1] if draw is not None and draw.random() < 0.5 else array
+
+
+def _in_8_bits(image: Any) -> Any:
+    """Pillow would clip larger values at 255."""
+    if image.mode.startswith("I;16"):
+        return _pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F") and image.getextrema()[1] > 255:
+        raise ValueError(f"its values reach {image.getextrema()[1]:g}, of no known range: save it with 8 or 16 bits")
+    return image
 
 
 def _pillow() -> Any:

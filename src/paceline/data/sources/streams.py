@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from torch.utils.data import DataLoader
+
 from paceline.core.generators import HostRandomness, host_randomness
 from paceline.core.seeding import Purpose, derive_seed, mix64
 from paceline.data.errors import UserCode
@@ -21,7 +23,7 @@ from paceline.data.feeds.sharded import Epoch
 from paceline.data.fingerprint import Facts, facts_of_several
 from paceline.data.sources.base import Read
 from paceline.data.sources.batches import is_function, num_samples_of
-from paceline.data.sources.collate import as_pair, collate, counted, join
+from paceline.data.sources.collate import as_pair, counted, join
 from paceline.plan.epoch import Position, Steps, divisors
 
 
@@ -69,10 +71,10 @@ class IterableStream:
     def open(self, shard: int, num_shards: int, epoch: int) -> Iterator[Any]:
         """A shard's samples from the start. Every sample of the epoch is in exactly one shard."""
         (samples,) = self._iterables
-        if hasattr(samples, "set_epoch"):
-            samples.set_epoch(epoch)
+        _set_epoch(samples, epoch)
         if num_shards > 1 and self.num_own_shards % num_shards == 0 and isinstance(samples, ShardableStream):
             samples, shard, num_shards = samples.shard(num_shards=num_shards, index=shard), 0, 1
+            _set_epoch(samples, epoch)  # a shard of an HF data set begins at epoch 0
         return islice(_seeded(samples, self._seed, epoch), shard, None, num_shards)
 
 
@@ -91,8 +93,7 @@ class BatchStream(IterableStream):
     def open(self, shard: int, num_shards: int, epoch: int) -> Iterator[Any]:
         assert num_shards == self.num_shards
         batches = self._iterables[shard]
-        if hasattr(batches, "set_epoch"):
-            batches.set_epoch(epoch)
+        _set_epoch(batches, epoch)
         # One seed per shard, or all shards would draw the same augmentations.
         return _seeded(batches, derive_seed(self._seed, Purpose.SAMPLE_BLOCK, shard), epoch, what="batch")
 
@@ -154,7 +155,7 @@ class StreamReader:
                 with UserCode("converting micro-batch {} of epoch {}", request.number, request.epoch):
                     return self._stream.as_read(samples[0], is_weighed=self._is_weighed)
             collate_fn, first = self._settings.collate_fn, ordinal * self._micro_batch
-            batch = join(collate_fn or collate, samples, [*range(first, first + len(samples))])
+            batch = join(collate_fn, samples, [*range(first, first + len(samples))])
             if collate_fn is None:
                 return Read(batch, len(samples))
             return counted(batch, samples, is_weighed=self._is_weighed)
@@ -184,6 +185,16 @@ class StreamReader:
         micro_batch = list(islice(samples, self._micro_batch))
         self._open_shards[shard] = samples, ordinal + 1
         return micro_batch
+
+
+def _set_epoch(samples: Any, epoch: int) -> None:
+    """Of an iterable; of a DataLoader, of its data set and samplers."""
+    parts = [samples]
+    if isinstance(samples, DataLoader):
+        parts += [samples.dataset, samples.sampler, samples.batch_sampler]
+    for part in parts:
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
 
 
 def _seeded(samples: Any, seed: int, epoch: int, what: str = "sample") -> Iterator[Any]:

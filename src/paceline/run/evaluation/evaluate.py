@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -16,9 +16,8 @@ from paceline.core.seeding import Purpose, derive_seed
 from paceline.core.settings import check_value
 from paceline.data.adopt import adopt_for_evaluation
 from paceline.data.epochs import seeded_epoch
-from paceline.data.feeds.device import DeviceCopier
-from paceline.data.feeds.sharded import reader_of, weight_of
-from paceline.data.sources.base import Read
+from paceline.data.feeds.sharded import Delivery, prefetcher_of, reader_of
+from paceline.data.sources.base import Columns, Read
 from paceline.plan.epoch import Steps
 from paceline.plan.shares import ranges, shares
 from paceline.run.evaluation.collect import gather
@@ -32,7 +31,8 @@ T = TypeVar("T")
 class EvaluationData:
     """Data in micro-batches, in its own order. `mine`: the numbers of this worker's micro-batches, possibly none.
 
-    micro_batch: defaults to the batch size of a DataLoader, else to `default_size`.
+    micro_batch: defaults to the batch size of a DataLoader, else to `default_size`. readers: processes that read; a
+    DataLoader has its own number of them.
     """
 
     def __init__(
@@ -43,8 +43,10 @@ class EvaluationData:
         default_size: int,
         micro_batch: int | None = None,
         collate_fn: Any = None,
+        readers: int = 0,
     ) -> None:
-        self._source, batch_size = adopt_for_evaluation(data, collate_fn, seed)
+        self._source, batch_size, own_readers = adopt_for_evaluation(data, collate_fn, seed)
+        self._readers = readers if own_readers is None else own_readers
         check_value("micro_batch", micro_batch, int | None, least=1)
         size = micro_batch or batch_size or default_size
         steps = Steps(len(self._source), size, size)
@@ -52,30 +54,52 @@ class EvaluationData:
         self._seed = seed
         self.communicator = communicator
         self.device = communicator.world.device
-        self.to_device = DeviceCopier(self.device)
         self.mine = ranges(shares(steps.num_micro_batches, (1.0,) * communicator.world.size))[communicator.world.rank]
 
     @torch.no_grad()
-    def visit(self, model: Any, numbers: range, handle: Callable[[Read], T], *, is_weighed: bool) -> list[T]:
-        """The results of `handle(read)` for these micro-batches, which are on the host; `read.batch` may be None.
+    def visit(
+        self,
+        model: Any,
+        numbers: range,
+        handle: Callable[[Read, Any, int], T],
+        weight_fn: Callable[[Any], int] | None,
+        *,
+        is_weighed: bool,
+    ) -> list[T]:
+        """The results of `handle(read, batch, weight)` for these micro-batches; the batch, on the device, may be None.
 
         The model is in evaluation mode. Random numbers are seeded per micro-batch; torch's generators are restored.
-        is_weighed: `handle` computes weights itself and does not need the number of samples.
+        is_weighed: the number of samples is not needed.
         """
-        read_request = reader_of(self._source, is_weighed=is_weighed)
+        deliver = Delivery(self._source, self.device, weight_fn)
         handled = []
         with preserved_modes(model) as modules, torch.random.fork_rng([self.device] * (self.device.type == "cuda")):
             for module in modules:
                 module.training = False
-            for number in numbers:
-                read = read_request(self._epoch.request(number, 1))
-                if read.batch is None and read.skipped:
-                    raise ValueError(
-                        f"all samples of the evaluation's micro-batch {number} are bad: {read.skipped[0].error}"
-                    )
-                seed_device(self.device, derive_seed(self._seed, Purpose.EVALUATION, number))
-                handled.append(handle(read))
+            with closing(self._reads(numbers, is_weighed=is_weighed)) as reads:
+                for number, read in zip(numbers, reads, strict=True):
+                    if read.batch is None and read.skipped:
+                        raise ValueError(
+                            f"all samples of the evaluation's micro-batch {number} are bad: {read.skipped[0].error}"
+                        )
+                    batch, weight = deliver(read)
+                    seed_device(self.device, derive_seed(self._seed, Purpose.EVALUATION, number))
+                    handled.append(handle(read, batch, weight))
         return handled
+
+    def _reads(self, numbers: range, *, is_weighed: bool) -> Generator[Read]:
+        """These micro-batches on the host, read ahead as in training."""
+        read = reader_of(self._source, is_weighed=is_weighed)
+        # Processes that only index tensors would cost time.
+        num_readers = 0 if isinstance(self._source, Columns) else min(self._readers, len(numbers))
+        prefetcher = prefetcher_of(self._source, read, num_readers, self.communicator.timeout_s)
+        if prefetcher is None:
+            yield from map(read, map(self._epoch.request, numbers))
+            return
+        with closing(prefetcher):
+            for place, number in enumerate(numbers):
+                prefetcher.expect(map(self._epoch.request, numbers[place:]))
+                yield prefetcher.take(self._epoch.request(number))
 
 
 @contextmanager
@@ -99,13 +123,12 @@ def evaluate(
     micro-batches, so that they are summed in the same order everywhere.
     """
 
-    def result_of(read: Read) -> tuple[int, dict[str, torch.Tensor]]:
-        if read.batch is None:  # collate_fn returned no sample
+    def result_of(_: Read, batch: Any, weight: int) -> tuple[int, dict[str, torch.Tensor]]:
+        if batch is None:  # collate_fn returned no sample
             return 0, {}
-        weight = read.num_samples if weight_fn is None else weight_of(read.batch, weight_fn)
-        return weight, _as_scalars(eval_fn(model, data.to_device(read.batch)), data.device)
+        return weight, _as_scalars(eval_fn(model, batch), data.device)
 
-    own = data.visit(model, data.mine, result_of, is_weighed=weight_fn is not None)
+    own = data.visit(model, data.mine, result_of, weight_fn, is_weighed=weight_fn is not None)
     zero = torch.zeros((), dtype=torch.float64, device=data.device)
     columns = {
         name: torch.stack([scalars.get(name, zero) for _, scalars in own]).cpu()

@@ -24,30 +24,34 @@ def predict(model: Any, data: EvaluationData, fn: Callable[[Any, Any], Any]) -> 
     dicts and dataclasses. Tensors whose rows differ in shape come back as a list of rows.
     """
 
-    def predict_one(read: Read) -> tuple[Any, list[Column]]:
+    def predict_one(read: Read, batch: Any, num_samples: int) -> tuple[Any, list[Column]]:
         if read.skipped:
             bad = read.skipped[0]
             raise ValueError(f"sample {bad.index} is bad, so predictions would not line up with the data: {bad.error}")
-        if read.batch is None:
+        if batch is None:
             raise ValueError(
                 "collate_fn left no sample of a micro-batch, so predictions would not line up with the data: give "
                 "predict() data or a collate_fn that leaves nothing out"
             )
-        return _split(fn(model, data.to_device(read.batch)), read.num_samples)
+        return _split(fn(model, batch), num_samples)
 
     # A worker without a share runs the first micro-batch to learn the structure of the outputs. Samples are not counted
     # here: `_column` checks the number of rows.
-    outputs = data.visit(model, data.mine or range(1), predict_one, is_weighed=True)
+    outputs = data.visit(model, data.mine or range(1), predict_one, None, is_weighed=True)
     structure = outputs[0][0]
+    differ = ValueError(
+        "fn returned outputs of different structure for different micro-batches: it must return the same for all"
+    )
     if any(other != structure for other, _ in outputs):
-        raise ValueError(
-            "fn returned outputs of different structure for different micro-batches: it must return the same for all"
-        )
+        raise differ
     own = _joined([columns for _, columns in outputs]) if data.mine else None
-    columns = _joined([part for part in gather(own, data.communicator) if part is not None])
+    parts = [part for part in gather(own, data.communicator) if part is not None]
+    if len(set(map(len, parts))) > 1:
+        raise differ
+    columns = _joined(parts)
 
     def filled(value: Any) -> Any:
-        return columns[value.number] if isinstance(value, _ColumnNumber) else _rebuild(value, filled)
+        return columns[value.number] if isinstance(value, _ColumnNumber) else map_items(value, filled)
 
     return filled(structure)
 
@@ -69,7 +73,7 @@ def _split(output: Any, num_samples: int) -> tuple[Any, list[Column]]:
         if isinstance(value, torch.Tensor | list):
             columns.append(_column(value, num_samples))
             return _ColumnNumber(len(columns) - 1)
-        rebuilt = _rebuild(value, visit)
+        rebuilt = map_items(value, visit)
         if rebuilt is value:
             raise TypeError(
                 f"fn returned a {type(value).__name__}: it must return tensors with a row, or lists with an item, per "
@@ -94,7 +98,7 @@ def _column(value: Column, num_samples: int) -> Column:
 
 
 def _on_host(value: Any) -> Any:
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else _rebuild(value, _on_host)
+    return value.detach().cpu() if isinstance(value, torch.Tensor) else map_items(value, _on_host)
 
 
 def _joined(parts: list[list[Column]]) -> list[Column]:
@@ -107,12 +111,3 @@ def _joined(parts: list[list[Column]]) -> list[Column]:
         return [row for part in column for row in part]
 
     return [join(column) for column in zip(*parts, strict=True)]
-
-
-def _rebuild(value: Any, visit: Callable[[Any], Any]) -> Any:
-    # Dataclasses first: outputs of transformers are dicts too, but cannot be updated.
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(
-            value, **{f.name: visit(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
-        )
-    return map_items(value, visit)

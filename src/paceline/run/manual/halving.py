@@ -85,7 +85,7 @@ def _in_parts(loss_of: Callable[[Any], torch.Tensor], batch: Any, num_samples: i
 def parts(batch: Any, num_samples: int, size: int) -> Iterator[tuple[Any, int]]:
     """The batch in parts of at most `size` samples, each with its number of samples.
 
-    Values with one row per sample are cut: tensors, arrays and lists in nested tuples, lists and dicts.
+    Values with one row per sample are cut: tensors, arrays and lists in nested tuples, lists, dicts and data classes.
     """
     for start in range(0, num_samples, size):
         rows = slice(start, min(start + size, num_samples))
