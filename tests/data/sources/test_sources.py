@@ -225,6 +225,15 @@ def test_data_that_cannot_be_used(data: Any, settings: dict[str, Any], error: ty
         as_source(data, **settings)
 
 
+def test_a_data_frame_is_given_by_its_columns() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"x": [1.0, 2.0], "y": [0, 1]})
+    with pytest.raises(TypeError, match=r"data is a DataFrame: pass its columns as arrays of numbers, such"):
+        as_source(frame)
+    batch = read({name: frame[name].to_numpy() for name in frame.columns}, 1)
+    assert {name: column.tolist() for name, column in batch.items()} == {"x": [2.0], "y": [1]}
+
+
 class Broken(Squares):
     def __getitem__(self, index: int) -> Any:
         if index == 6:

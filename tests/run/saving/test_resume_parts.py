@@ -79,6 +79,15 @@ def test_a_run_can_start_from_a_safetensors_file_a_state_dict_or_a_checkpoint(tm
             assert trainer.position.step == 0
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod.", "net."])
+def test_weights_of_a_wrapped_model_are_those_of_the_model(prefix: str, tmp_path: Path) -> None:
+    """Of DistributedDataParallel, torch.compile, both, and a LightningModule with the model as `self.net`."""
+    given = weights(9)
+    torch.save({"state_dict": {prefix + name: value for name, value in given.items()}}, tmp_path / "last.ckpt")
+    with setup(None, init_from=tmp_path / "last.ckpt") as trainer:
+        assert digest(trainer.model.state_dict()) == digest(given)
+
+
 def test_a_checkpoint_to_resume_from_comes_before_weights_to_start_from(tmp_path: Path) -> None:
     save_file(weights(9), tmp_path / "weights.safetensors")
     run(tmp_path / "run", 3)

@@ -277,6 +277,11 @@ def as_source(data: Any, *, collate_fn: Collate | None = None, seed: int = 0) ->
         raise TypeError(
             f"data is {data!r}: for files pass a source, such as ArrowSource, TokenFile or ImageFolder of paceline.data"
         )
+    elif type(data).__module__.partition(".")[0] in ("pandas", "polars"):  # indexed by column
+        raise TypeError(
+            f"data is a {type(data).__name__}: pass its columns as arrays of numbers, such as "
+            "{name: data[name].to_numpy() for name in data.columns}, or a list of samples"
+        )
     elif not hasattr(data, "__getitem__") or not hasattr(data, "__len__"):
         raise TypeError(
             f"data is a {type(data).__name__}, which has no __getitem__ and __len__: pass a list of samples, "

@@ -30,6 +30,7 @@ from paceline.run.saving.state import (
     load_replica,
     model_differences,
     model_state,
+    without_wrapper,
 )
 from paceline.run.saving.validation import optimizer_differences, replica_problems, structure_problems
 from paceline.run.step import loop_state
@@ -165,9 +166,10 @@ class Resumption:
 
 
 def load_weights(model: Any, path: Path) -> None:
-    """Load weights whose names and shapes must match the model's."""
-    weights = read_weights(path)
-    lines = model_differences(weights, model_state(model))
+    """Load weights whose names, apart from those of wrappers, and shapes must match the model's."""
+    own = model_state(model)
+    weights = without_wrapper(read_weights(path), own)
+    lines = model_differences(weights, own)
     _refuse(f"the weights in {path} do not fit the model", lines, "Give weights that were saved from such a model")
     load_model(model, weights)
 

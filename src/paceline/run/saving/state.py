@@ -56,6 +56,20 @@ def load_model(model: Any, state: Mapping[str, Any]) -> None:
     model.load_state_dict(values)
 
 
+def without_wrapper(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The saved state by the model's own names, if a wrapper around the model was saved.
+
+    Wrappers put a prefix before all names: DistributedDataParallel "module.", torch.compile "_orig_mod.", a
+    LightningModule the name of its attribute.
+    """
+    own = next(iter(now), "")
+    for name in saved:
+        prefix = name.removesuffix(own)
+        if prefix.endswith(".") and saved.keys() == {prefix + each for each in now}:
+            return {each: saved[prefix + each] for each in now}
+    return saved
+
+
 def model_differences(saved: Any, now: Mapping[str, Any]) -> list[str]:
     """The tensors in which two models differ, by name, shape and dtype."""
     if not isinstance(saved, Mapping):
