@@ -13,17 +13,20 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
+from pathlib import Path
 from time import sleep
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from paceline.comm.folder_store import FolderStore
 from paceline.core.errors import CommunicationError, CommunicationTimeout
 from paceline.core.processes import STORE_VARIABLE
 from paceline.core.secret import ForgedError, Secret, run_secret
@@ -185,8 +188,8 @@ def _run_store(world: World) -> Any:
     """The store that all workers of this run can reach."""
     store: Any
     if path := os.environ.get(STORE_VARIABLE):  # set by Paceline's launcher for workers of one host
-        store = dist.FileStore(path, -1)  # type: ignore[attr-defined]
-    elif dist.is_initialized():
+        return FolderStore(Path(path))  # a folder of this start, private to this user
+    if dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()
     else:
         missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -196,20 +199,16 @@ def _run_store(world: World) -> Any:
                 "`paceline run` or paceline.launch, or unset RANK and WORLD_SIZE to train with one worker"
             )
         store = _environment_store(world.rank, world.size)
-    secret = None if path else run_secret()  # the file is in a private folder of this user
-    return private_store(store, secret, _start_name())
+    return private_store(store, run_secret(), _start_name())
 
 
 def generation_store(number: int) -> Any:
-    """The store of one generation of a run whose workers change; see `run.membership`.
-
-    On one host each generation has its own file: a worker that was killed may have left a half-written entry in the one
-    before.
-    """
-    purpose = f"{_run_id()}/{_start_name()}/generation-{number}"
+    """The store of one generation of a run whose workers change; see `run.membership`."""
     if path := os.environ.get(STORE_VARIABLE):
-        return private_store(dist.FileStore(f"{path}-{number}", -1), None, purpose)  # type: ignore[attr-defined]
-    return private_store(_agent_store(), run_secret(), purpose)
+        # Nobody connects the generation before the last one any more: it ended when the last one was announced.
+        shutil.rmtree(f"{path}-{number - 2}", ignore_errors=True)
+        return FolderStore(Path(f"{path}-{number}"))
+    return private_store(_agent_store(), run_secret(), f"{_run_id()}/{_start_name()}/generation-{number}")
 
 
 def nodes_store() -> Any:
