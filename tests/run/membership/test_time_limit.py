@@ -46,7 +46,7 @@ def train(folder: Path) -> set[Activity]:
         return write_file(path, *args, **keywords)
 
     data = Observed()
-    settings = {"checkpoints": pl.Checkpoints(folder, every_steps=1), "readers": 0, "micro_batch": 40}
+    settings = {"checkpoints": pl.Checkpoints(folder, every_steps=1), "readers": 0}
     case = Case((), settings, data=lambda: data)
     with pytest.MonkeyPatch.context() as patch, setup(case) as trainer:  # without hooks, which have no limit either
         patch.setattr(writer, "write_file", slow)

@@ -22,7 +22,7 @@ _ACTIVITY, _TICKS, _STEPS, _ENTERED = range(4)  # _ENTERED: a generation's numbe
 
 
 class Activity(IntEnum):
-    """What a worker is doing. Only COMPUTING has a time limit: from the start of a micro-batch to the next exchange."""
+    """What a worker is doing. Only COMPUTING has a time limit: from the arrival of a micro-batch's data to its end."""
 
     SETTING_UP = 0
     READY = 1  # waiting to join the run

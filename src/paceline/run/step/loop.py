@@ -275,6 +275,8 @@ class Loop:
     def _begin_micro_batch(self, numbers: range, *, is_last: bool) -> Any:
         """The batch of one micro-batch, or of several that this device runs at once."""
         self._stopwatch.mark()
+        if self._recovery is not None:
+            self._recovery.note(is_computing=False)  # slow data is no stalled worker
         batch, self.open.weight = self._feed.micro_batch(numbers)
         self._stopwatch.mark()
         # The last of several represents all of them, so that the step's last micro-batch is recognized.
