@@ -22,6 +22,7 @@ from gatherings import CPU, buffers, on_hosts, over_gloo, sharing, together, wor
 from waiting import wait_until
 
 from paceline.comm.base import Communicator, Ownership
+from paceline.comm.folder_store import FolderStore
 from paceline.comm.host_link import HostLink
 from paceline.comm.process_group import ProcessGroupCommunicator, _gloo_group
 from paceline.comm.rendezvous import Rendezvous, RendezvousPoint
@@ -76,7 +77,7 @@ every_call = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 
 def connect(kind: str, world: World, store: Path) -> Communicator:
-    at = RendezvousPoint(dist.FileStore(str(store), -1))  # type: ignore[attr-defined]
+    at = RendezvousPoint(FolderStore(store))
     if kind == "gloo":
         return ProcessGroupCommunicator(world, "gloo", TIMEOUT_S, Rendezvous(world, LIMIT_S, at=at))
     return SharedMemoryCommunicator(world, TIMEOUT_S, Rendezvous(world, LIMIT_S, placement(world), at))

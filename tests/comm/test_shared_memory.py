@@ -22,13 +22,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 from gatherings import CPU, buffers, join_all, sharing, sum_in_rank_order, terms, together
 from waiting import wait_until
 from worker_pool import WorkerPool
 
 from paceline.comm import connect
 from paceline.comm.base import Pending
+from paceline.comm.folder_store import FolderStore
 from paceline.comm.rendezvous import Rendezvous, RendezvousPoint
 from paceline.comm.shared_memory import buffers as shared_buffers
 from paceline.comm.shared_memory import peers, segment
@@ -376,7 +376,7 @@ def test_a_source_outside_the_world_is_an_error() -> None:
 
 def join_two(rank: int, store: Path, timeout_s: float) -> SharedMemoryCommunicator:
     world = World(rank, 2, rank, 2)
-    rendezvous = Rendezvous(world, 60.0, placement(world), RendezvousPoint(dist.FileStore(str(store), -1)))
+    rendezvous = Rendezvous(world, 60.0, placement(world), RendezvousPoint(FolderStore(store)))
     return SharedMemoryCommunicator(world, timeout_s, rendezvous)
 
 

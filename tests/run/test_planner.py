@@ -9,7 +9,8 @@ import pytest
 
 from paceline.core.timing import Timing
 from paceline.plan.balance import Balancer
-from paceline.run.step.planner import MAX_UNSEEN, OBSERVE_EVERY_S, FixedPlanner, MeasuringPlanner
+from paceline.plan.cadence import ElChe
+from paceline.run.step.planner import MAX_UNSEEN, OBSERVE_EVERY_S, CadencePlanner, FixedPlanner, MeasuringPlanner
 
 
 class CountingBalancer(Balancer):
@@ -108,3 +109,13 @@ def test_the_schedule_of_flodl_uses_what_was_measured_after_10_steps_and_then_ev
     assert shares_of(planner, 8, 1.0, 3.0, 10) == [4] * 10
     assert shares_of(planner, 8, 1.0, 7.0, 50) == [2] * 50  # as measured in the first ten
     assert shares_of(planner, 8, 1.0, 7.0, 50) == [1] * 50
+
+
+@pytest.mark.parametrize(("anchor", "counts"), [(5, [7, 7]), (9, [9, 9])])
+def test_a_resumed_cadence_has_its_own_settings(anchor: int, counts: list[int]) -> None:
+    """What was learned counts only for the settings with which it was learned."""
+    saved = ElChe(2, 5)
+    saved.report_timing([50.0, 50.0], [5, 5], 7.0)
+    planner = CadencePlanner(ElChe(2, anchor), 1000)
+    planner.load_state_dict(CadencePlanner(saved, 1000).state_dict())
+    assert [len(own) for own in planner.plan(1000)] == counts

@@ -59,15 +59,18 @@ def test_batch_norm_ends_as_if_micro_batches_ran_one_after_another(
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_momentum_that_changes_and_statistics_that_are_replaced(exact: bool, pool: WorkerPool) -> None:
+@pytest.mark.parametrize("what", ["momentum", "statistics"])
+def test_a_momentum_that_changes_and_statistics_that_are_replaced(what: str, exact: bool, pool: WorkerPool) -> None:
     """As by a schedule of momentum, after the first of two epochs."""
 
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5, momentum=0.5))
 
     def change(model: nn.Module) -> None:
-        model[1].momentum = 0.01
-        model[1].running_mean = torch.ones(5)
+        if what == "momentum":
+            model[1].momentum = 0.01
+        else:
+            model[1].running_mean = torch.ones(5)
 
     def trained() -> nn.Module:
         with pl.Trainer.setup(

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Mapping
 
-# The file of the rendezvous store for workers of one host, in the launcher's private folder.
+# The folder of the rendezvous store for workers of one host, in the launcher's private folder.
 STORE_VARIABLE = "PACELINE_STORE"
 # Of workers that may change during a run: the folder with their board and generations, and which member this is.
 MEMBERSHIP_VARIABLE = "PACELINE_MEMBERSHIP"

@@ -200,7 +200,7 @@ class Agent:
         self._server.replace(rank, self._environment(member))
 
     def _rendezvous_of_one_node(self) -> dict[str, Any]:
-        """Paceline's own store is a file. The port is reserved for the user's process groups.
+        """Paceline's own store is a folder. The port is reserved for the user's process groups.
 
         If the user calls init_process_group(), torch opens it on rank 0.
         """
@@ -209,7 +209,7 @@ class Agent:
         self._reserved_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch: both may bind it
         self._reserved_port.bind(("127.0.0.1", 0))
         host, port = self._reserved_port.getsockname()
-        return {STORE_VARIABLE: self._folder / worker.STORE_FILE, "MASTER_ADDR": host, "MASTER_PORT": port}
+        return {STORE_VARIABLE: self._folder / worker.STORE_FOLDER, "MASTER_ADDR": host, "MASTER_PORT": port}
 
     def _watch(self) -> None:
         """Wait until this node's workers have ended. If a worker of any node fails, end them."""

@@ -34,7 +34,7 @@ from paceline.run.launching.worker_exit import ExitKind, WorkerExit, is_own, rea
 START_FILE = "start.json"
 CALL_FILE = "call.pkl"
 RESULT_FILE = "result.pkl"
-STORE_FILE = "store"
+STORE_FOLDER = "store"
 SECRET_FILE = "secret"
 # Files in the folder of a start. The agent ends the workers and has printed why:
 ANNOUNCED_FILE = "announced"
